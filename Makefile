@@ -1,0 +1,40 @@
+# Every target makes its own environment: .venv, with torch first and then the rest, which must not change it.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := 2.13.0
+
+.PHONY: help demo test lint bench docs clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	printf 'torch==$(TORCH)\n' > .venv/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/ready  ## Profile a real training step, then train it by its program and compare with eager
+	$(BIN)/lowtide profile gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8
+	$(BIN)/lowtide train gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8 --steps 20
+
+test: .venv/ready lint  ## Run the linter, the type checker and all tests
+	$(BIN)/pytest
+
+lint: .venv/ready  ## Check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/ready  ## Make every table that we publish
+	$(BIN)/lowtide bench predict
+	$(BIN)/lowtide bench execute
+	$(BIN)/lowtide bench capture
+
+docs: .venv/ready  ## Run the idea from scratch, in one file
+	$(BIN)/python docs/from_scratch.py
+
+clean:  ## Remove the environment
+	rm -rf .venv
