@@ -1,0 +1,86 @@
+"""What the ops of one graph cost on one machine: seconds, the bytes really allocated, and which may run in place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lowtide import files
+from lowtide.errors import FileError
+from lowtide.graph import Graph
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of each op and value of the graph with this fingerprint."""
+
+    graph: str  # fingerprint
+    seconds: tuple[float, ...]  # for each op, one run
+    extra: tuple[int, ...]  # for each op, bytes allocated inside it at its own peak, beyond what it makes
+    nbytes: tuple[int, ...]  # for each value, bytes really allocated
+    in_place: tuple[tuple[tuple[int, int], ...], ...]  # for each op, pairs (made, read): made may sit on read's bytes
+    origin: Literal["measured", "roofline"]
+    machine: str  # processor, threads and library version, for people
+    bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Save to one text file."""
+        payload = {
+            "graph": self.graph,
+            "seconds": list(self.seconds),
+            "extra": list(self.extra),
+            "nbytes": list(self.nbytes),
+            "in_place": [[list(pair) for pair in pairs] for pairs in self.in_place],
+            "origin": self.origin,
+            "machine": self.machine,
+            "bandwidth": [list(pair) for pair in self.bandwidth],
+            "notes": list(self.notes),
+        }
+        files.save(path, "costs", payload, force=force)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], graph: Graph) -> Costs:
+        """Load what `save` wrote, for this graph."""
+        data: Any = files.load(path, "costs")
+        try:
+            costs = Costs(
+                graph=str(data["graph"]),
+                seconds=tuple(map(float, data["seconds"])),
+                extra=tuple(map(int, data["extra"])),
+                nbytes=tuple(map(int, data["nbytes"])),
+                in_place=tuple(tuple((int(a), int(b)) for a, b in pairs) for pairs in data["in_place"]),
+                origin=data["origin"],
+                machine=str(data["machine"]),
+                bandwidth=tuple((str(place), float(rate)) for place, rate in data["bandwidth"]),
+                notes=tuple(map(str, data["notes"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} holds no valid costs: {error!r}", hint="measure again.") from error
+        if costs.graph != graph.fingerprint:
+            raise FileError(
+                f"{path} holds the costs of graph {costs.graph[:12]}, not of this one, {graph.fingerprint[:12]}.",
+                hint="measure this graph.",
+            )
+        return costs
+
+    def __str__(self) -> str:
+        total = sum(self.seconds)
+        return (
+            f"costs of graph {self.graph[:12]}, {self.origin} on {self.machine}: "
+            f"{len(self.seconds)} ops, {total:.4g} s in all, largest temporary {max(self.extra, default=0)} B"
+        )
+
+
+def declared(graph: Graph) -> Costs:
+    """Costs that take the graph at its word: a second an op, the declared bytes, no temporaries, nothing in place."""
+    return Costs(
+        graph=graph.fingerprint,
+        seconds=(1.0,) * len(graph.ops),
+        extra=(0,) * len(graph.ops),
+        nbytes=tuple(value.nbytes for value in graph.values),
+        in_place=((),) * len(graph.ops),
+        origin="roofline",
+        machine="unit",
+    )

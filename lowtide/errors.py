@@ -1,0 +1,49 @@
+"""What can go wrong, as answers: what happened, the numbers, and what to do next."""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """The root of every error that lowtide raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\nhint: {hint}")
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(LowtideError):
+    """A call with a wrong name, number or combination."""
+
+    exit_code = 2
+
+
+class BudgetError(LowtideError):
+    """A budget that no known program of the step fits."""
+
+    exit_code = 3
+
+
+class CaptureError(LowtideError):
+    """A step that cannot be turned into data; nothing was changed."""
+
+    exit_code = 4
+
+
+class BatchError(LowtideError):
+    """A call whose batch, gradients or hyperparameters are not those the step was captured with."""
+
+
+class FileError(LowtideError):
+    """A file that is damaged, foreign, or belongs to another graph."""
+
+
+class ProgramError(LowtideError):
+    """A program that the judge refuses, with the instruction at fault."""
+
+    def __init__(self, rule: str, message: str, *, instruction: int | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.instruction = instruction

@@ -1,0 +1,417 @@
+"""A training step as data: the ops of one step, in the order in which eager runs them, and the values between them.
+
+A *value* is the content of one storage at one time. An op that writes over a storage makes a new value of the same
+storage, so every value has one maker and never changes (single assignment), and the mutation of a parameter is as
+explicit as a matrix product. A *view* (transpose, slice, reshape) is no value: it is a way in which an op reads one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from lowtide import files
+from lowtide.errors import FileError
+
+Kind = Literal[
+    "parameter",
+    "buffer",
+    "state",  # of the optimizer
+    "gradient",  # of a parameter
+    "batch",
+    "constant",  # a tensor that the step reads and nobody registered
+    "activation",  # made by the forward, or by code around the optimizer
+    "activation gradient",  # made by the backward, not the gradient of a parameter
+    "scalar",  # a Python number that is known only when the step runs
+]
+Phase = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An argument: this value, seen through this view (None: as it was made)."""
+
+    value: int
+    view: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument that is a name of the tensor library: `Constant("dtype", "float32")`."""
+
+    family: str
+    name: str
+
+
+Arg = None | bool | int | float | complex | str | Read | Constant | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor is seen: call `target` on the parent's tensor and these arguments; take `item` of a list."""
+
+    parent: int | None
+    target: str
+    args: tuple[Arg, ...] = ()
+    item: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The content of one storage at one time."""
+
+    name: str
+    nbytes: int  # of the whole storage, as declared; Costs knows what is really allocated
+    kind: Kind
+    storage: int  # values of one storage are its contents at different times
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    eager_end: int = -1  # the op after which eager lets go of it; -1: never, within the step
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call: what it reads, what it makes, and what it does besides."""
+
+    name: str
+    target: str  # "aten.mm.default"; only capture, measure and execute know how to call it
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[int | None, ...] = ()  # a value for each result of the call; None: no tensor, or not a new one
+    updates: tuple[tuple[int, int], ...] = ()  # (new, old): the call writes over old's storage; new is there then
+    detachable: bool = False  # given None for what it updates it returns the same outputs, so it may run again
+    random: bool = False  # draws from the generator
+    phase: Phase = "forward"
+    module: str = ""  # path of the innermost module: "layer1.0.conv2"
+    source: str = ""  # "train.py:42", the innermost line that is not the tensor library's
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that the call reads, each once, in argument order."""
+        found = dict.fromkeys(read.value for read in self.arguments())
+        return tuple(found)
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """The values that exist after the call: its outputs, then what it updated."""
+        return tuple(v for v in self.outputs if v is not None) + tuple(new for new, _ in self.updates)
+
+    def arguments(self) -> Iterator[Read]:
+        """Every tensor argument, also those in lists."""
+        yield from _reads_in(self.args)
+        for _, arg in self.kwargs:
+            yield from _reads_in(arg)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that is there before the step, and the path under which it is found in the caller's objects."""
+
+    value: int
+    path: tuple[str | int, ...]  # ("layer1.weight",), ("layer1.weight", "exp_avg"), (0, "input_ids"), ...
+    stays: bool = True  # the caller still holds it after the step; False: the step uses it up
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value that must be there after the step: a result, a gradient that is left, or what became of an input."""
+
+    value: int
+    role: Literal["result", "gradient", "input"]
+    path: tuple[str | int, ...]
+    view: int | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One training step; the order of `ops` is the order in which eager ran them."""
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    views: tuple[View, ...] = ()
+    device: str = "cpu"
+    generator_bytes: int = 0  # of one saved state of the random generator
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what capture wants the user to know
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the values that it reads."""
+        return tuple(op.reads for op in self.ops)
+
+    @cached_property
+    def makes(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the values that it makes."""
+        return tuple(op.makes for op in self.ops)
+
+    @cached_property
+    def maker(self) -> tuple[int, ...]:
+        """For each value the op that makes it, or -1 for an input."""
+        made = [-1] * len(self.values)
+        for index, values in enumerate(self.makes):
+            for value in values:
+                made[value] = index
+        return tuple(made)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the ops that read it, in order."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for index, values in enumerate(self.reads):
+            for value in values:
+                found[value].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def lasting_storages(self) -> frozenset[int]:
+        """The storages of the inputs: what is written there is seen after the step."""
+        return frozenset(self.values[item.value].storage for item in self.inputs)
+
+    @cached_property
+    def required(self) -> frozenset[int]:
+        """The values that must be on the device when the step ends."""
+        return frozenset(output.value for output in self.outputs)
+
+    @cached_property
+    def effects(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each op those of its updates that outlive the step."""
+        lasting = self.lasting_storages
+        return tuple(tuple(pair for pair in op.updates if self.values[pair[1]].storage in lasting) for op in self.ops)
+
+    def repeatable(self, op: int) -> bool:
+        """Whether the op may run a second time, given what it reads."""
+        return not self.effects[op] or self.ops[op].detachable
+
+    def reads_of(self, op: int, *, again: bool) -> tuple[int, ...]:
+        """The values that a run of the op reads; a repeated one leaves its lasting updates alone."""
+        if not again or not self.effects[op]:
+            return self.reads[op]
+        left = {old for _, old in self.effects[op]}
+        return tuple(value for value in self.reads[op] if value not in left)
+
+    def makes_of(self, op: int, *, again: bool) -> tuple[int, ...]:
+        """The values that a run of the op makes."""
+        if not again or not self.effects[op]:
+            return self.makes[op]
+        left = {new for new, _ in self.effects[op]}
+        return tuple(value for value in self.makes[op] if value not in left)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the arithmetic: equal for equal steps, whatever file and line they come from."""
+        payload = _encode_graph(self)
+        for op in payload["ops"]:
+            op.pop("source", None)
+        payload.pop("notes", None)
+        return files.digest(payload)
+
+    def __str__(self) -> str:
+        from_inputs = [f"  {self.show(item.value)} <- {_path(item.path)}" for item in self.inputs]
+        lines = [f"graph of {len(self.ops)} ops and {len(self.values)} values", "inputs:", *from_inputs, "ops:"]
+        lines += [f"  {self.show_op(index)}" for index in range(len(self.ops))]
+        lines += ["outputs:"]
+        lines += [f"  {self.show(output.value)} -> {output.role} {_path(output.path)}" for output in self.outputs]
+        return "\n".join(lines)
+
+    def show(self, value: int) -> str:
+        """One value as a person reads it."""
+        item = self.values[value]
+        if item.kind == "scalar":
+            return f"%{value} {item.name}: scalar"
+        shape = "x".join(map(str, item.shape))
+        return f"%{value} {item.name}: {item.kind} {item.dtype}[{shape}] {item.nbytes} B"
+
+    def show_op(self, index: int) -> str:
+        """One op as a line of a program."""
+        op = self.ops[index]
+        made = ", ".join("_" if value is None else f"%{value}" for value in op.outputs)
+        args = [_show_arg(arg) for arg in op.args] + [f"{key}={_show_arg(arg)}" for key, arg in op.kwargs]
+        line = f"{op.name}: {made + ' = ' if made else ''}{op.target}({', '.join(args)})"
+        line += "".join(f" updates %{old} to %{new}" for new, old in op.updates)
+        line += " random" if op.random else ""
+        return line + f"  # {' '.join(filter(None, (op.phase, op.module, op.source)))}"
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Save to one text file."""
+        files.save(path, "graph", _encode_graph(self), force=force)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Graph:
+        """Load what `save` wrote."""
+        payload = files.load(path, "graph")
+        try:
+            graph = _decode_graph(payload)
+            _check_references(graph)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise FileError(f"{path} holds no valid graph: {error!r}", hint="capture the step again.") from error
+        return graph
+
+
+def _reads_in(arg: Arg) -> Iterator[Read]:
+    if isinstance(arg, Read):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _reads_in(item)
+
+
+def _path(path: tuple[str | int, ...]) -> str:
+    return " ".join(map(str, path))
+
+
+def _show_arg(arg: Arg) -> str:
+    match arg:
+        case Read(value, None):
+            return f"%{value}"
+        case Read(value, view):
+            return f"%{value}~{view}"
+        case Constant(_, name):
+            return name
+        case tuple():
+            return "[" + ", ".join(map(_show_arg, arg)) + "]"
+        case _:
+            return repr(arg)
+
+
+def encode_arg(arg: Arg) -> Any:
+    """An argument as JSON."""
+    match arg:
+        case Read(value, view):
+            return {"read": [value, view]}
+        case Constant(family, name):
+            return {"constant": [family, name]}
+        case complex():
+            return {"complex": [arg.real, arg.imag]}
+        case float() if not math.isfinite(arg):
+            return {"float": str(arg)}
+        case tuple():
+            return [encode_arg(item) for item in arg]
+        case _:
+            return arg
+
+
+def decode_arg(data: Any) -> Arg:
+    """An argument from JSON."""
+    match data:
+        case list():
+            return tuple(decode_arg(item) for item in data)
+        case {"read": [int(value), view]}:
+            return Read(value, None if view is None else int(view))
+        case {"constant": [str(family), str(name)]}:
+            return Constant(family, name)
+        case {"complex": [real, imaginary]}:
+            return complex(real, imaginary)
+        case {"float": str(text)}:
+            return float(text)
+        case None | bool() | int() | float() | str():
+            return data
+        case _:
+            raise ValueError(f"no argument: {data!r}")
+
+
+def _encode_graph(graph: Graph) -> dict[str, Any]:
+    return {
+        "device": graph.device,
+        "generator_bytes": graph.generator_bytes,
+        "notes": list(graph.notes),
+        "views": [[v.parent, v.target, encode_arg(v.args), v.item] for v in graph.views],
+        "values": [
+            [v.name, v.nbytes, v.kind, v.storage, v.dtype, list(v.shape), list(v.stride), v.eager_end]
+            for v in graph.values
+        ],
+        "inputs": [[i.value, list(i.path), i.stays] for i in graph.inputs],
+        "outputs": [[o.value, o.role, list(o.path), o.view] for o in graph.outputs],
+        "ops": [_encode_op(op) for op in graph.ops],
+    }
+
+
+def _encode_op(op: Op) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": op.name, "target": op.target, "args": encode_arg(op.args)}
+    data["kwargs"] = {key: encode_arg(arg) for key, arg in op.kwargs}
+    data["outputs"] = list(op.outputs)
+    data["updates"] = [list(pair) for pair in op.updates]
+    data["detachable"], data["random"] = op.detachable, op.random
+    data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
+    return data
+
+
+def _decode_op(data: Mapping[str, Any]) -> Op:
+    args = decode_arg(data["args"])
+    assert isinstance(args, tuple)
+    return Op(
+        name=str(data["name"]),
+        target=str(data["target"]),
+        args=args,
+        kwargs=tuple((str(key), decode_arg(arg)) for key, arg in data["kwargs"].items()),
+        outputs=tuple(None if value is None else int(value) for value in data["outputs"]),
+        updates=tuple((int(new), int(old)) for new, old in data["updates"]),
+        detachable=bool(data["detachable"]),
+        random=bool(data["random"]),
+        phase=_one_of(data["phase"], get_args(Phase)),
+        module=str(data["module"]),
+        source=str(data["source"]),
+    )
+
+
+def _decode_graph(data: Mapping[str, Any]) -> Graph:
+    views = []
+    for parent, target, raw, item in data["views"]:
+        args = decode_arg(raw)
+        assert isinstance(args, tuple)
+        views.append(View(parent, str(target), args, item))
+    values = tuple(
+        Value(
+            str(name),
+            int(nbytes),
+            _one_of(kind, get_args(Kind)),
+            int(storage),
+            str(dtype),
+            tuple(shape),
+            tuple(stride),
+            end,
+        )
+        for name, nbytes, kind, storage, dtype, shape, stride, end in data["values"]
+    )
+    return Graph(
+        ops=tuple(_decode_op(op) for op in data["ops"]),
+        values=values,
+        inputs=tuple(Input(int(value), tuple(path), bool(stays)) for value, path, stays in data["inputs"]),
+        outputs=tuple(
+            Output(int(value), _one_of(role, ("result", "gradient", "input")), tuple(path), view)
+            for value, role, path, view in data["outputs"]
+        ),
+        views=tuple(views),
+        device=str(data["device"]),
+        generator_bytes=int(data["generator_bytes"]),
+        notes=tuple(map(str, data["notes"])),
+    )
+
+
+def _one_of(word: Any, words: tuple[str, ...]) -> Any:
+    if word not in words:
+        raise ValueError(f"{word!r} is none of {', '.join(words)}")
+    return word
+
+
+def _check_references(graph: Graph) -> None:
+    """Raise ValueError where an index points nowhere or a value has two makers."""
+    made = {item.value for item in graph.inputs}
+    for index, op in enumerate(graph.ops):
+        for read in op.arguments():
+            if read.value not in made:
+                raise ValueError(f"op {index} {op.name} reads %{read.value} before it is made")
+            if read.view is not None and not 0 <= read.view < len(graph.views):
+                raise ValueError(f"op {index} {op.name} reads through view {read.view}, of {len(graph.views)}")
+        for value in op.makes:
+            if value in made or not 0 <= value < len(graph.values):
+                raise ValueError(f"op {index} {op.name} makes %{value}, which exists already or has no entry")
+            made.add(value)
+    for output in graph.outputs:
+        if output.value not in made:
+            raise ValueError(f"output %{output.value} is never made")

@@ -1,0 +1,148 @@
+"""Run a program in the head: the memory curve, the peak and the seconds; the one place where bytes are added up.
+
+It trusts its program; `check` is the one that doubts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+from lowtide.program import Copy, Free, Program, Run, Wait
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a program does to the device, instruction by instruction."""
+
+    live: tuple[int, ...]  # bytes in use during each instruction, temporaries inside ops included
+    outside: tuple[int, ...]  # of these, bytes that are not in the arena
+    arena: int  # bytes
+    seconds: float  # of one step
+
+    @property
+    def peak(self) -> int:
+        """The bytes that the device must have: all that is in use, or the arena and what is outside it."""
+        return self.arena + max(self.outside) if self.arena else max(self.live, default=0)
+
+    @property
+    def at(self) -> int:
+        """The first instruction with the most bytes in use."""
+        return self.live.index(max(self.live))
+
+
+@dataclass
+class Moment:
+    """The device during one instruction; the same object moves on from one to the next."""
+
+    present: dict[int, int]  # value -> its offset in the arena, -1 outside
+    inside: int = 0  # bytes of values in the arena
+    outside: int = 0  # bytes of values outside it
+    states: int = 0  # bytes of saved generator states
+    extra: int = 0  # bytes of the running op's temporaries, and of duplicates that it makes and drops
+    extra_outside: int = 0  # of these, bytes that are not in the arena
+
+    def add(self, value: int, nbytes: int, offset: int) -> None:
+        """Put a value on the device."""
+        self.present[value] = offset
+        if offset < 0:
+            self.outside += nbytes
+        else:
+            self.inside += nbytes
+
+    def remove(self, value: int, nbytes: int) -> None:
+        """Take a value off the device."""
+        if self.present.pop(value) < 0:
+            self.outside -= nbytes
+        else:
+            self.inside -= nbytes
+
+
+def simulate(graph: Graph, costs: Costs, program: Program) -> Simulation:
+    """Add up the bytes and the seconds of a valid program."""
+    live, outside = [], []
+    for moment in moments(graph, costs, program):
+        live.append(moment.inside + moment.outside + moment.states + moment.extra)
+        outside.append(moment.outside + moment.states + moment.extra_outside)
+    return Simulation(tuple(live), tuple(outside), program.arena, elapsed(costs, program))
+
+
+def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
+    """The device during each instruction, in order."""
+    nbytes = costs.nbytes
+    moment = Moment({})
+    for item in graph.inputs:
+        moment.add(item.value, nbytes[item.value], -1)
+    ends = _last_replays(graph, program)
+    replaying = set(ends.values())
+    seen: set[int] = set()
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Run(op, at, over, again):
+                if op in replaying and op not in seen:
+                    moment.states += graph.generator_bytes
+                seen.add(op)
+                makes = graph.makes_of(op, again=again)
+                onto = dict(over)
+                moment.extra = costs.extra[op]
+                moment.extra_outside = costs.extra[op] if not at or at[-1] < 0 else 0
+                for position, value in enumerate(makes):
+                    offset = at[position] if at else -1
+                    if value in onto:
+                        moment.add(value, nbytes[value], moment.present[onto[value]])
+                        moment.remove(onto[value], nbytes[value])
+                    elif value in moment.present:
+                        moment.extra += nbytes[value]
+                        moment.extra_outside += nbytes[value] if offset < 0 else 0
+                    else:
+                        moment.add(value, nbytes[value], offset)
+                yield moment
+                moment.extra = moment.extra_outside = 0
+                if number in ends:
+                    moment.states -= graph.generator_bytes
+            case Free(value, place):
+                yield moment
+                if place == "device":
+                    moment.remove(value, nbytes[value])
+            case Copy(value, to, offset):
+                if to == "device":
+                    moment.add(value, nbytes[value], offset)
+                yield moment
+            case Wait():
+                yield moment
+
+
+def _last_replays(graph: Graph, program: Program) -> dict[int, int]:
+    """Instruction number -> random op, for the last repeated run of each random op."""
+    last = {
+        instruction.op: number
+        for number, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Run) and instruction.again and graph.ops[instruction.op].random
+    }
+    return {number: op for op, number in last.items()}
+
+
+def elapsed(costs: Costs, program: Program) -> float:
+    """The seconds of one step: ops one after another, copies beside them on one channel for each place."""
+    rates = dict(costs.bandwidth)
+    now = 0.0
+    channel: dict[str, float] = {}
+    arrival: dict[tuple[int, str], float] = {}
+    where: dict[int, str] = {}
+    for instruction in program.instructions:
+        match instruction:
+            case Run(op):
+                now += costs.seconds[op]
+            case Copy(value, to):
+                place = to if to != "device" else where[value]
+                start = max(now, channel.get(place, 0.0))
+                channel[place] = start + (costs.nbytes[value] / rates[place] if place in rates else 0.0)
+                arrival[value, to] = channel[place]
+                where[value] = place
+            case Wait(value, place):
+                now = max(now, arrival[value, place])
+            case Free():
+                pass
+    return now

@@ -1,0 +1,84 @@
+"""Batches and results as trees: tuples, lists, mappings and dataclasses with leaves of any type."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a tree: what it takes to rebuild the object from its leaves."""
+
+    form: Literal["leaf", "sequence", "mapping", "dataclass"]
+    type: type = object
+    keys: tuple[Any, ...] = ()
+    children: tuple[Tree, ...] = ()
+    template: Any = dataclasses.field(default=None, compare=False, repr=False)  # an empty mapping to copy
+
+    def paths(self) -> Iterator[Path]:
+        """The path of each leaf, in order."""
+        if self.form == "leaf":
+            yield ()
+        for key, child in zip(self.keys, self.children, strict=True):
+            for path in child.paths():
+                yield (key if isinstance(key, int) else str(key), *path)
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The object with these leaves."""
+        return self._take(iter(leaves))
+
+    def _take(self, leaves: Iterator[Any]) -> Any:
+        if self.form == "leaf":
+            return next(leaves)
+        parts = [child._take(leaves) for child in self.children]
+        if self.form == "dataclass":
+            return self.type(**dict(zip(self.keys, parts, strict=True)))
+        if self.form == "mapping":
+            made = copy.copy(self.template)
+            for key, part in zip(self.keys, parts, strict=True):
+                made[key] = part
+            return made
+        return self.type(*parts) if hasattr(self.type, "_fields") else self.type(parts)
+
+    def __str__(self) -> str:
+        if self.form == "leaf":
+            return "*"
+        inside = ", ".join(
+            str(child) if self.form == "sequence" else f"{key}: {child}"
+            for key, child in zip(self.keys, self.children, strict=True)
+        )
+        return f"{self.type.__name__}({inside})"
+
+
+LEAF = Tree("leaf")
+
+
+def flatten(thing: Any) -> tuple[list[Any], Tree]:
+    """The leaves of a nested object, and the tree that puts them back."""
+    leaves: list[Any] = []
+    return leaves, _flatten(thing, leaves)
+
+
+def _flatten(thing: Any, leaves: list[Any]) -> Tree:
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        keys: tuple[Any, ...] = tuple(field.name for field in dataclasses.fields(thing) if field.init)
+        children = tuple(_flatten(getattr(thing, key), leaves) for key in keys)
+        return Tree("dataclass", type(thing), keys, children)
+    if isinstance(thing, Mapping):
+        keys = tuple(thing)
+        children = tuple(_flatten(thing[key], leaves) for key in keys)
+        template = copy.copy(thing)
+        for key in keys:
+            del template[key]  # type: ignore[attr-defined]
+        return Tree("mapping", type(thing), keys, children, template)
+    if isinstance(thing, (tuple, list)):
+        children = tuple(_flatten(part, leaves) for part in thing)
+        return Tree("sequence", type(thing), tuple(range(len(children))), children)
+    leaves.append(thing)
+    return LEAF
