@@ -1,0 +1,359 @@
+// Counts the memory that torch asks for on the CPU, by standing between torch and its own allocator.
+//
+// Every block still comes from the allocator that was there before, so a block may outlive the counting, and a block
+// that one of the two made may be freed through the other. Sizes are kept in a table beside the blocks, never in a
+// header before them: oneDNN frees raw pointers through whichever allocator is installed at that moment.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kMeters = 64;  // one bit each in Ledger::running_
+
+// Answers of the functions that start something, beside a slot or zero.
+constexpr int64_t kRefused = -1;  // the allocator can't be put in place
+constexpr int64_t kBusy = -2;     // every meter, or the one recorder, is in use
+
+struct Block {
+  int64_t nbytes;
+  int64_t number;          // counts blocks from the first one ever tracked
+  c10::DeleterFnPtr free;  // of the allocator that made it
+};
+
+struct Meter {
+  int64_t current = 0;  // bytes born minus bytes freed since the start
+  int64_t peak = 0;
+  int64_t allocations = 0;
+};
+
+enum Kind : int64_t { kAlloc = 0, kFree = 1 };
+
+struct Event {
+  int64_t kind;
+  int64_t block;  // counts from the start of the recording: a block born before it has a negative number
+  int64_t nbytes;
+};
+
+// The blocks that are alive, and everyone who wants to hear of them. One lock over all of it keeps the events in one
+// order and the peaks exact.
+class Ledger {
+ public:
+  std::mutex lock;
+
+  void born(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
+    std::lock_guard<std::mutex> guard(lock);
+    // An address that is still in the table was freed behind our back, while we were not installed. No meter ran
+    // then, so none is told.
+    Block block{nbytes, born_, free};
+    alive_.insert_or_assign(pointer, block);
+    ++born_;
+    each_meter([nbytes](Meter& meter) {
+      meter.current += nbytes;
+      meter.peak = std::max(meter.peak, meter.current);
+      ++meter.allocations;
+    });
+    note(kAlloc, block);
+  }
+
+  // Forgets the block and returns how to free it, or null for a block that somebody else made.
+  c10::DeleterFnPtr died(void* pointer) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = alive_.find(pointer);
+    if (found == alive_.end()) {
+      return nullptr;
+    }
+    Block block = found->second;
+    alive_.erase(found);
+    each_meter([&block](Meter& meter) { meter.current -= block.nbytes; });
+    note(kFree, block);
+    return block.free;
+  }
+
+  // The functions below expect the caller to hold the lock.
+
+  int64_t start_meter() {
+    int64_t slot = std::countr_one(running_);
+    if (slot == kMeters) {
+      return kBusy;
+    }
+    running_ |= uint64_t{1} << slot;
+    meters_[slot] = Meter{};
+    return slot;
+  }
+
+  void stop_meter(int64_t slot) {
+    running_ &= ~(uint64_t{1} << slot);
+  }
+
+  Meter& meter(int64_t slot) {
+    return meters_[slot];
+  }
+
+  int64_t start_recording(int64_t limit) {
+    if (recorder_taken_) {
+      return kBusy;
+    }
+    recorder_taken_ = true;
+    recording_ = true;
+    limit_ = limit;
+    first_ = born_;
+    lost_ = 0;
+    return 0;
+  }
+
+  void stop_recording() {
+    recording_ = false;
+  }
+
+  int64_t recorded() const {
+    return static_cast<int64_t>(events_.size());
+  }
+
+  int64_t lost() const {
+    return lost_;
+  }
+
+  // Gives the events away, and the recorder to the next one who asks.
+  std::vector<Event> take_recording() {
+    recorder_taken_ = false;
+    return std::exchange(events_, {});
+  }
+
+ private:
+  template <typename Function>
+  void each_meter(Function function) {
+    for (uint64_t rest = running_; rest != 0; rest &= rest - 1) {
+      function(meters_[std::countr_zero(rest)]);
+    }
+  }
+
+  void note(Kind kind, const Block& block) {
+    if (!recording_) {
+      return;
+    }
+    if (recorded() >= limit_) {
+      ++lost_;
+      return;
+    }
+    events_.push_back({kind, block.number - first_, block.nbytes});
+  }
+
+  std::unordered_map<void*, Block> alive_;
+  int64_t born_ = 0;
+
+  std::array<Meter, kMeters> meters_;
+  uint64_t running_ = 0;
+
+  bool recorder_taken_ = false;
+  bool recording_ = false;
+  int64_t limit_ = 0;
+  int64_t first_ = 0;  // number of the first block born in the recording
+  int64_t lost_ = 0;   // events beyond the limit
+  std::vector<Event> events_;
+};
+
+// Never destroyed: tensors are freed after the destructors of this library would have run.
+Ledger& ledger() {
+  static Ledger* const only = new Ledger;
+  return *only;
+}
+
+// The allocator that makes the blocks. It stays known after we are uninstalled, because a tensor born under us asks us
+// again when it is resized.
+std::atomic<c10::Allocator*> source{nullptr};
+
+void release(void* pointer) {
+  c10::DeleterFnPtr free = ledger().died(pointer);  // before its address can be handed out again
+  if (free == nullptr) {
+    free = source.load()->raw_deleter();
+  }
+  free(pointer);
+}
+
+class MeteredAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    c10::Allocator* maker = source.load();
+    void* pointer = maker->raw_allocate(nbytes);
+    c10::DataPtr block(pointer, pointer, &release, c10::DeviceType::CPU);
+    if (pointer != nullptr) {  // torch's answer to zero bytes is null, and nothing frees that
+      ledger().born(pointer, static_cast<int64_t>(nbytes), maker->raw_deleter());
+    }
+    return block;
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+
+  void copy_data(void* destination, const void* origin, size_t nbytes) const override {
+    default_copy_data(destination, origin, nbytes);
+  }
+};
+
+MeteredAllocator& metered() {
+  static MeteredAllocator* const only = new MeteredAllocator;
+  return *only;
+}
+
+// Puts the metered allocator in place while anybody uses it. Guarded by the ledger's lock.
+class Installation {
+ public:
+  bool enter() {
+    if (users_ == 0 && !install()) {
+      return false;
+    }
+    ++users_;
+    return true;
+  }
+
+  void leave() {
+    if (--users_ == 0) {
+      uninstall();
+    }
+  }
+
+ private:
+  bool install() {
+    c10::Allocator* found = c10::GetCPUAllocator();
+    if (found == &metered()) {
+      return true;
+    }
+    // An allocator that was put over ours may forward to ours; forwarding to it would never end.
+    bool forwards_to_us = buried_ && found != source.load();
+    if (forwards_to_us || found->raw_deleter() == nullptr) {
+      return false;
+    }
+    source.store(found);
+    return put(&metered());
+  }
+
+  void uninstall() {
+    buried_ = c10::GetCPUAllocator() != &metered();
+    if (!buried_) {
+      put(source.load());
+    }
+  }
+
+  // torch ignores, without a word, an allocator of a lower priority than the highest it has seen. The least priority
+  // that is heard leaves the field to others as we found it.
+  static bool put(c10::Allocator* allocator) {
+    for (int priority = 0; priority <= UINT8_MAX; ++priority) {
+      c10::SetCPUAllocator(allocator, static_cast<uint8_t>(priority));
+      if (c10::GetCPUAllocator() == allocator) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  int64_t users_ = 0;
+  bool buried_ = false;  // another allocator was over ours when we last left
+};
+
+Installation installation;
+
+// A child must not inherit the lock from a thread that it does not have.
+void lock_before_fork() {
+  ledger().lock.lock();
+}
+
+void unlock_after_fork() {
+  ledger().lock.unlock();
+}
+
+const int at_fork = pthread_atfork(&lock_before_fork, &unlock_after_fork, &unlock_after_fork);
+
+using Guard = std::lock_guard<std::mutex>;
+
+void write(const Meter& meter, int64_t* counters) {
+  counters[0] = meter.current;
+  counters[1] = meter.peak;
+  counters[2] = meter.allocations;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t lowtide_installed() {
+  return c10::GetCPUAllocator() == &metered();
+}
+
+// Returns the slot of a new meter, kRefused or kBusy.
+int64_t lowtide_meter_start() {
+  Guard guard(ledger().lock);
+  if (!installation.enter()) {
+    return kRefused;
+  }
+  int64_t slot = ledger().start_meter();
+  if (slot < 0) {
+    installation.leave();
+  }
+  return slot;
+}
+
+// Writes current, peak and allocations.
+void lowtide_meter_read(int64_t slot, int64_t* counters) {
+  Guard guard(ledger().lock);
+  write(ledger().meter(slot), counters);
+}
+
+// Writes the last counters and gives the slot back.
+void lowtide_meter_stop(int64_t slot, int64_t* counters) {
+  Guard guard(ledger().lock);
+  write(ledger().meter(slot), counters);
+  ledger().stop_meter(slot);
+  installation.leave();
+}
+
+void lowtide_meter_reset(int64_t slot) {
+  Guard guard(ledger().lock);
+  Meter& meter = ledger().meter(slot);
+  meter.peak = meter.current;
+}
+
+// Returns zero, kRefused or kBusy.
+int64_t lowtide_record_start(int64_t limit) {
+  Guard guard(ledger().lock);
+  if (!installation.enter()) {
+    return kRefused;
+  }
+  int64_t answer = ledger().start_recording(limit);
+  if (answer < 0) {
+    installation.leave();
+  }
+  return answer;
+}
+
+// Writes how many events there are and how many more were lost to the limit.
+void lowtide_record_stop(int64_t* counts) {
+  Guard guard(ledger().lock);
+  ledger().stop_recording();
+  installation.leave();
+  counts[0] = ledger().recorded();
+  counts[1] = ledger().lost();
+}
+
+// Writes the events of the stopped recording, three numbers each: kind, block, nbytes.
+void lowtide_record_take(int64_t* numbers) {
+  static_assert(sizeof(Event) == 3 * sizeof(int64_t));
+  Guard guard(ledger().lock);
+  std::vector<Event> events = ledger().take_recording();
+  std::copy_n(reinterpret_cast<const int64_t*>(events.data()), 3 * events.size(), numbers);
+}
+
+}  // extern "C"
