@@ -1,0 +1,160 @@
+"""The optimizer as data: its hyperparameters become inputs of the graph, its state exists before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.capture.recorder import Recorder
+from lowtide.capture.stand_in import fake_like
+from lowtide.errors import CaptureError
+from lowtide.graph import Input
+
+# What schedulers change between steps; every other option is a constant of the graph and checked at each call.
+SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+
+
+def refuse_unknown(optimizer: Any) -> None:
+    """Refuse an optimizer whose step is no fixed list of ops."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(
+            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
+            hint="pass optimizer=None for a step that needs none.",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CaptureError(
+            "LBFGS runs the step a number of times that depends on the data.",
+            hint="use an optimizer with a fixed update, such as SGD or AdamW.",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("fused"):
+            raise CaptureError(
+                f"parameter group {number} has fused=True: one op that updates every parameter at once.",
+                hint="leave fused at its default; lowtide runs the plain loop and frees each gradient early.",
+            )
+        if isinstance(group.get("lr"), torch.Tensor):
+            raise CaptureError(
+                f"parameter group {number} has a tensor as learning rate.", hint="give it as a Python float."
+            )
+
+
+def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """The state that the optimizer would make for a parameter at its first step, made by its own code."""
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["momentum"] == 0:
+            return {}
+        if group["dampening"] != 0:
+            raise CaptureError(
+                f"SGD with dampening {group['dampening']} treats its first step in another way than the others.",
+                hint="take one step in eager PyTorch first, then capture.",
+            )
+        # SGD's first buffer is the gradient itself: -0.0 * momentum + gradient is that, to the bit.
+        return {"momentum_buffer": torch.full_like(parameter, -0.0, requires_grad=False)}
+    initialise = getattr(optimizer, "_init_group", None)
+    if initialise is None:
+        raise CaptureError(
+            f"{type(optimizer).__name__} has no state yet, and lowtide cannot know what it starts from.",
+            hint="take one step in eager PyTorch first, then capture.",
+        )
+    lists = len(inspect.signature(initialise).parameters) - 1
+    stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
+    stand_in.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+    kept = optimizer.state.get(stand_in)
+    try:
+        initialise({**group, "params": [stand_in]}, *([] for _ in range(lists)))
+        return dict(optimizer.state[stand_in])
+    finally:
+        optimizer.state.pop(stand_in, None)
+        assert kept is None
+
+
+@contextlib.contextmanager
+def as_inputs(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], recorder: Recorder, fake_mode: FakeTensorMode
+) -> Iterator[tuple[list[Input], list[Input], list[tuple[torch.Tensor, str]]]]:
+    """State and hyperparameters as inputs while the step is traced.
+
+    Yields the inputs of the state, those of the hyperparameters, and what state is missing in the real optimizer.
+    """
+    states: list[Input] = []
+    hypers: list[Input] = []
+    missing: list[tuple[torch.Tensor, str]] = []
+    groups = [dict(group) for group in optimizer.param_groups]
+    attributes = dict(optimizer.__dict__)
+    real_state = optimizer.state
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = real_state.get(parameter)
+                with fake_mode:
+                    entries = {
+                        key: fake_like(item, fake_mode) if isinstance(item, torch.Tensor) else item
+                        for key, item in (known or initial_state(optimizer, group, parameter)).items()
+                    }
+                if not parameter.requires_grad and not known:
+                    continue
+                if entries:
+                    state[parameter] = entries
+                for key, item in entries.items():
+                    if isinstance(item, torch.Tensor):
+                        name = names[id(parameter)]
+                        states.append(Input(recorder.add_input(item, f"{name} {key}", "state"), (name, key)))
+                        if not known:
+                            missing.append((parameter, key))
+        optimizer.state = state
+        for number, group in enumerate(optimizer.param_groups):
+            if group.get("foreach", False) is None:
+                group["foreach"] = False
+            if group.get("fused", False) is None:
+                group["fused"] = False
+            for key in SCHEDULED:
+                if key in group:
+                    group[key] = _scalars(group[key], (number, key), recorder, hypers)
+        scheduled = [{key: group[key] for key in SCHEDULED if key in group} for group in optimizer.param_groups]
+        yield states, hypers, missing
+        for number, (group, before) in enumerate(zip(optimizer.param_groups, scheduled, strict=True)):
+            for key, item in before.items():
+                if group[key] is not item:
+                    raise CaptureError(
+                        f"the step changes {key!r} of parameter group {number}, as a scheduler does.",
+                        hint="call scheduler.step() after the step, not inside it.",
+                    )
+    finally:
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(attributes)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(options)
+
+
+def _scalars(option: Any, path: tuple[str | int, ...], recorder: Recorder, hypers: list[Input]) -> Any:
+    if isinstance(option, tuple):
+        return tuple(_scalars(item, (*path, place), recorder, hypers) for place, item in enumerate(option))
+    if isinstance(option, bool) or not isinstance(option, (int, float)):
+        return option
+    value, scalar = recorder.add_scalar_input(".".join(map(str, path[1:])), float(option), path)
+    hypers.append(Input(value, path))
+    return scalar
+
+
+def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """For each parameter group the options that capture makes constants."""
+    return tuple(
+        {key: item for key, item in group.items() if key != "params" and key not in SCHEDULED}
+        for group in optimizer.param_groups
+    )
+
+
+def make_state(optimizer: torch.optim.Optimizer, needed: list[tuple[torch.Tensor, str]]) -> None:
+    """Make the real state of these parameters where it is still missing."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in dict.fromkeys(parameter for parameter, _ in needed):
+        if not optimizer.state.get(parameter):
+            optimizer.state[parameter] = initial_state(optimizer, groups[id(parameter)], parameter)
