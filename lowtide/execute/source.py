@@ -1,0 +1,218 @@
+"""A program as Python source: one line an op, explicit `del`, nothing decided while it runs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowtide import kernels
+from lowtide.errors import ProgramError
+from lowtide.graph import Arg, Constant, Graph, Op, Read
+from lowtide.program import Copy, Free, Program, Run, Wait
+
+
+def generate(graph: Graph, program: Program) -> tuple[Callable[..., list[Any]], str]:
+    """The function that runs the program on a list of inputs, and its source."""
+    if program.graph != graph.fingerprint:
+        raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
+    writer = _Writer(graph, program)
+    source = writer.write()
+    namespace = dict(writer.names)
+    exec(compile(source, "<lowtide program>", "exec"), namespace)
+    return namespace["run"], source
+
+
+@dataclass
+class _Tensor:
+    """A variable that holds a value, and the variables that hold views of it."""
+
+    name: str
+    views: dict[Any, str] = field(default_factory=dict)
+
+
+class _Writer:
+    """Writes the source of one program."""
+
+    def __init__(self, graph: Graph, program: Program) -> None:
+        self.graph = graph
+        self.program = program
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}  # global name -> kernel or constant
+        self.known: dict[Any, str] = {}  # kernel or constant -> its global name
+        self.held: dict[int, _Tensor] = {}  # value on the device -> its variable
+        self.count = 0
+        self.repeats: defaultdict[int, int] = defaultdict(int)  # random op -> repeated runs that are still to come
+        for instruction in program.instructions:
+            if isinstance(instruction, Run) and instruction.again and graph.ops[instruction.op].random:
+                self.repeats[instruction.op] += 1
+
+    def write(self) -> str:
+        for item in self.graph.inputs:
+            self.held[item.value] = _Tensor(self.fresh())
+        inputs = "".join(f"{self.held[item.value].name}, " for item in self.graph.inputs)
+        self.emit(f"({inputs}) = inputs" if inputs else "pass")
+        self.emit("inputs.clear()")
+        for instruction in self.program.instructions:
+            match instruction:
+                case Run():
+                    self.run(instruction)
+                case Free(value, "device"):
+                    self.drop(value)
+                case Free(value, place):
+                    self.emit(f"places.free({value}, {place!r})")
+                case Copy(value, "device"):
+                    self.held[value] = _Tensor(self.fresh())
+                    self.emit(f"{self.held[value].name} = places.load({value})")
+                case Copy(value, place):
+                    self.emit(f"places.store({value}, {place!r}, {self.held[value].name})")
+                case Wait(value, place):
+                    self.emit(f"places.wait({value}, {place!r})")
+        results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
+        self.emit(f"return [{results}]")
+        return "\n".join(["def run(inputs, generator, places):", *(f"  {line}" for line in self.lines), ""])
+
+    def run(self, instruction: Run) -> None:
+        """One op: make its arguments, call it, name what it returns."""
+        op, again, over = self.graph.ops[instruction.op], instruction.again, dict(instruction.over)
+        skipped = {old for _, old in self.graph.effects[instruction.op]} if again else set()
+        updated: dict[int, _Tensor] = {}  # read value -> the tensor that the call writes to
+        for new, old in op.updates:
+            if old not in skipped:
+                updated[old] = self.held[old] if over.get(new) == old else self.clone(old)
+        arguments = [self.argument(arg, updated, skipped) for arg in op.args]
+        arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
+        results, onto = self.results(op, over)
+        target = self.constant(kernels.kernel(op.target))
+        if onto is not None:
+            overload, out = kernels.writes_to_out(op.target) or _no_out(op)
+            target, results = self.constant(overload._op), ""
+            arguments.append(f"{out}={onto.name}")
+        call = f"{target}({', '.join(arguments)})"
+        self.draw(instruction, f"{results} = {call}" if results else call)
+        if "_" in results.replace(",", " ").split():
+            self.emit("del _")
+        for new, old in op.updates:
+            if old not in skipped:
+                self.held[new] = updated[old]
+                if over.get(new) == old:
+                    del self.held[old]
+
+    def results(self, op: Op, over: dict[int, int]) -> tuple[str, _Tensor | None]:
+        """The left side of the call, and the tensor that it must write to when its result sits on an argument."""
+        names, onto = [], None
+        for value in op.outputs:
+            if value in over:
+                onto = self.reshaped(over[value], value)
+                del self.held[over[value]]
+                self.held[value] = onto
+            elif value is None or value in self.held:
+                names.append("_")
+            else:
+                self.held[value] = _Tensor(self.fresh())
+                names.append(self.held[value].name)
+        if onto is not None and len(op.outputs) != 1:
+            raise ProgramError("illegal in-place", f"{op.name} has several results; only a single one can be placed")
+        if all(name == "_" for name in names):
+            return "", onto
+        return (names[0] if kernels.returns_one(op.target) else ", ".join(names) + ",") if names else "", onto
+
+    def reshaped(self, old: int, new: int) -> _Tensor:
+        """The memory of an old value as a tensor of the new value's sizes."""
+        value, before = self.graph.values[new], self.held[old]
+        if (value.shape, value.stride) == (self.graph.values[old].shape, self.graph.values[old].stride):
+            return before
+        made = _Tensor(self.fresh())
+        view = self.constant(torch.ops.aten.as_strided.default._op)
+        self.emit(f"{made.name} = {view}({before.name}, {list(value.shape)}, {list(value.stride)}, 0)")
+        self.emit(f"del {', '.join([before.name, *before.views.values()])}")
+        return made
+
+    def draw(self, instruction: Run, line: str) -> None:
+        """The call itself; a random one keeps the generator's state for its repetitions, or goes back to it."""
+        op = instruction.op
+        if not self.graph.ops[op].random or not (instruction.again or self.repeats[op]):
+            self.emit(line)
+        elif not instruction.again:
+            self.emit(f"s{op} = generator.get_state()")
+            self.emit(line)
+        else:
+            self.emit("now = generator.get_state()")
+            self.emit(f"generator.set_state(s{op})")
+            self.emit(line)
+            self.emit("generator.set_state(now)")
+            self.emit("del now")
+            self.repeats[op] -= 1
+            if not self.repeats[op]:
+                self.emit(f"del s{op}")
+
+    def clone(self, value: int) -> _Tensor:
+        """A copy of a value that an op is about to write to while somebody still needs it."""
+        made = _Tensor(self.fresh())
+        clone = self.constant(torch.ops.aten.clone.default._op)
+        self.emit(f"{made.name} = {clone}({self.held[value].name})")
+        return made
+
+    def drop(self, value: int) -> None:
+        tensor = self.held.pop(value)
+        self.emit(f"del {', '.join([tensor.name, *tensor.views.values()])}")
+
+    def argument(self, arg: Arg, updated: dict[int, _Tensor], skipped: set[int]) -> str:
+        """An argument as source."""
+        match arg:
+            case Read(value, view):
+                if value in skipped:
+                    return "None"
+                return self.seen(updated.get(value) or self.held[value], view)
+            case Constant(family, name):
+                return self.constant(kernels.constant(family, name))
+            case tuple():
+                return "[" + ", ".join(self.argument(item, updated, skipped) for item in arg) + "]"
+            case float() if not math.isfinite(arg):
+                return f"float({str(arg)!r})"
+            case _:
+                return repr(arg)
+
+    def read(self, read: Read) -> str:
+        return self.seen(self.held[read.value], read.view)
+
+    def seen(self, tensor: _Tensor, view: int | None) -> str:
+        """The variable that holds this view of the tensor, made when it is first needed."""
+        if view is None:
+            return tensor.name
+        if view not in tensor.views:
+            item = self.graph.views[view]
+            parent = self.seen(tensor, item.parent)
+            args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
+            call = f"{self.constant(kernels.kernel(item.target))}({args})"
+            if item.item is not None:
+                whole = (item.parent, item.target, item.args)
+                if whole not in tensor.views:
+                    tensor.views[whole] = self.fresh()
+                    self.emit(f"{tensor.views[whole]} = {call}")
+                call = f"{tensor.views[whole]}[{item.item}]"
+            tensor.views[view] = self.fresh()
+            self.emit(f"{tensor.views[view]} = {call}")
+        return tensor.views[view]
+
+    def constant(self, thing: Any) -> str:
+        """The global name of a kernel or constant."""
+        if thing not in self.known:
+            self.known[thing] = f"k{len(self.known)}"
+            self.names[self.known[thing]] = thing
+        return self.known[thing]
+
+    def fresh(self) -> str:
+        self.count += 1
+        return f"t{self.count}"
+
+    def emit(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def _no_out(op: Op) -> Any:
+    raise ProgramError("illegal in-place", f"{op.name}: {op.target} cannot write its result over an argument")
