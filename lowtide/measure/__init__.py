@@ -1,0 +1,184 @@
+"""Graph -> Costs: each distinct op once, alone, in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import files
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+from lowtide.measure.roofline import roofline
+from lowtide.measure.specimen import read_order, specimen
+
+__all__ = ["measure", "roofline"]
+
+PATIENCE = 300  # seconds after which a call is given up
+FORMAT = 1  # of the cached answers
+
+
+def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None, cache: bool = True) -> Costs:
+    """Measure every distinct op of the graph; what cannot be measured is estimated, and noted."""
+    specimens: dict[str, dict[str, Any]] = {}
+    keys: list[str | None] = []
+    for index, op in enumerate(graph.ops):
+        if op.target.startswith("operator."):
+            keys.append(None)
+            continue
+        cut = specimen(graph, index)
+        key = files.digest(cut)
+        specimens[key] = cut
+        keys.append(key)
+    book = _Book(machine()) if cache else None
+    answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
+    missing = [key for key in specimens if key not in answers]
+    for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
+        answers[key] = answer
+        if progress is not None:
+            progress(done + 1, len(missing))
+    if book is not None and missing:
+        book.add({key: answers[key] for key in missing if "error" not in answers[key]})
+    return _costs(graph, keys, answers)
+
+
+def machine() -> str:
+    """What the seconds depend on: the processor, the threads, and torch."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    except OSError:
+        pass
+    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
+    """Put the answers where their ops and values are."""
+    estimate = roofline(graph)
+    seconds, extra, nbytes = list(estimate.seconds), [0] * len(graph.ops), list(estimate.nbytes)
+    in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
+    failures: dict[str, str] = {}
+    for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
+        if key is None:
+            seconds[index] = 1e-7
+            continue
+        answer = answers[key]
+        if "error" in answer:
+            failures[op.target] = answer["error"]
+            continue
+        seconds[index], extra[index] = answer["seconds"], answer["extra"]
+        for value, size in zip(op.outputs, answer["outputs"], strict=True):
+            if value is not None and size is not None:
+                nbytes[value] = size
+        order = read_order(op)
+        in_place[index] = tuple(
+            (made, order[place]) for output, place in answer["in_place"] if (made := op.outputs[output]) is not None
+        )
+    for op in graph.ops:
+        for new, old in op.updates:
+            nbytes[new] = nbytes[old]
+    notes = tuple(f"{target} could not be measured and is estimated: {why}" for target, why in failures.items())
+    return dataclasses.replace(
+        estimate,
+        seconds=tuple(seconds),
+        extra=tuple(extra),
+        nbytes=tuple(nbytes),
+        in_place=tuple(in_place),
+        origin="measured",
+        machine=machine(),
+        notes=notes,
+    )
+
+
+def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The costs of each specimen, from a process that is started again when a call kills it."""
+    process: subprocess.Popen[str] | None = None
+    try:
+        for cut in specimens:
+            if process is None:
+                process = _start()
+            answer = _answer(process, cut)
+            if answer is None:
+                code = process.wait()
+                process = None
+                answer = {"error": f"the process ended with code {code}"}
+            yield answer
+    finally:
+        if process is not None:
+            _end(process)
+
+
+def _start() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+
+
+def _answer(process: subprocess.Popen[str], cut: dict[str, Any]) -> dict[str, Any] | None:
+    """One question and its answer; None where the process died of it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    guard = threading.Timer(PATIENCE, process.kill)
+    guard.start()
+    try:
+        process.stdin.write(json.dumps(cut) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        answer: dict[str, Any] | None = json.loads(line) if line else None
+        return answer
+    except (BrokenPipeError, ValueError):
+        process.kill()
+        return None
+    finally:
+        guard.cancel()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+class _Book:
+    """The answers that this machine gave before, in one file."""
+
+    def __init__(self, machine: str) -> None:
+        folder = os.environ.get("LOWTIDE_CACHE") or os.path.join(
+            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lowtide"
+        )
+        self.path = Path(folder) / f"costs-{files.digest([FORMAT, machine])[:16]}.json"
+        self.answers: dict[str, dict[str, Any]] = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            answers: dict[str, dict[str, Any]] = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return answers
+
+    def add(self, answers: dict[str, dict[str, Any]]) -> None:
+        """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
+        try:
+            files.write_atomically(self.path, json.dumps({**self._read(), **answers}))
+        except OSError:
+            return
