@@ -63,6 +63,14 @@ class Costs:
                 f"{path} holds the costs of graph {costs.graph[:12]}, not of this one, {graph.fingerprint[:12]}.",
                 hint="measure this graph.",
             )
+        if {len(costs.seconds), len(costs.extra), len(costs.in_place)} - {len(graph.ops)} or (
+            len(costs.nbytes) != len(graph.values)
+        ):
+            raise FileError(
+                f"{path} holds costs of {len(costs.seconds)} ops and {len(costs.nbytes)} values; "
+                f"the graph has {len(graph.ops)} and {len(graph.values)}.",
+                hint="measure again.",
+            )
         return costs
 
     def __str__(self) -> str:

@@ -35,6 +35,13 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept: $LOWTIDE_CACHE, or lowtide in the user's cache folder."""
+    if named := os.environ.get("LOWTIDE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
+
+
 def save(path: str | os.PathLike[str], kind: str, payload: Any, *, force: bool = False) -> None:
     """Save a noun of this kind; an existing file is overwritten only with `force`."""
     path = Path(path)

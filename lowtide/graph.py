@@ -119,10 +119,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value that must be there after the step: a result, a gradient that is left, or what became of an input."""
+    """A value that must be there after the step: a result, a gradient, a new buffer, or what became of an input."""
 
     value: int
-    role: Literal["result", "gradient", "input"]
+    role: Literal["result", "gradient", "buffer", "input"]
     path: tuple[str | int, ...]
     view: int | None = None
 
@@ -287,7 +287,7 @@ def encode_arg(arg: Arg) -> Any:
         case Constant(family, name):
             return {"constant": [family, name]}
         case complex():
-            return {"complex": [arg.real, arg.imag]}
+            return {"complex": repr(arg)}
         case float() if not math.isfinite(arg):
             return {"float": str(arg)}
         case tuple():
@@ -305,8 +305,8 @@ def decode_arg(data: Any) -> Arg:
             return Read(value, None if view is None else int(view))
         case {"constant": [str(family), str(name)]}:
             return Constant(family, name)
-        case {"complex": [real, imaginary]}:
-            return complex(real, imaginary)
+        case {"complex": str(text)}:
+            return complex(text)
         case {"float": str(text)}:
             return float(text)
         case None | bool() | int() | float() | str():
@@ -383,7 +383,7 @@ def _decode_graph(data: Mapping[str, Any]) -> Graph:
         values=values,
         inputs=tuple(Input(int(value), tuple(path), bool(stays)) for value, path, stays in data["inputs"]),
         outputs=tuple(
-            Output(int(value), _one_of(role, ("result", "gradient", "input")), tuple(path), view)
+            Output(int(value), _one_of(role, ("result", "gradient", "buffer", "input")), tuple(path), view)
             for value, role, path, view in data["outputs"]
         ),
         views=tuple(views),
@@ -402,6 +402,8 @@ def _one_of(word: Any, words: tuple[str, ...]) -> Any:
 def _check_references(graph: Graph) -> None:
     """Raise ValueError where an index points nowhere or a value has two makers."""
     made = {item.value for item in graph.inputs}
+    if not made <= set(range(len(graph.values))):
+        raise ValueError(f"inputs {sorted(made)}, of {len(graph.values)} values")
     for index, op in enumerate(graph.ops):
         for read in op.arguments():
             if read.value not in made:

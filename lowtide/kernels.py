@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import ProgramError
 
@@ -40,19 +41,33 @@ def returns_one(target: str) -> bool:
     return len(returns) == 1 and str(returns[0].type) != "List[Tensor]"
 
 
-def writes_to_out(target: str) -> Any:
-    """The overload that writes its one result to `out=`, or None."""
-    if target.startswith("operator.") or not target.startswith("aten."):
+def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
+    """The overload that writes the one result of a call over an argument, and the name of its `out=`, if it has one.
+
+    `itself` asks for the variant that overwrites its first argument, such as `relu_`; it needs no name.
+    """
+    if not target.startswith("aten."):
         return None
     functional = overload(target)
+    arguments = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    if itself:
+        packet = getattr(torch.ops.aten, functional._opname + "_", None)
+        variant = None if packet is None else getattr(packet, functional._overloadname, None)
+        if variant is None or [(a.name, str(a.type)) for a in variant._schema.arguments] != arguments:
+            return None
+        return variant, None
     packet = getattr(torch.ops.aten, functional._opname)
-    expected = [(a.name, str(a.type)) for a in functional._schema.arguments]
     for name in packet.overloads():
-        schema = getattr(packet, name)._schema
-        outs = [a for a in schema.arguments if a.is_out]
-        if len(outs) == 1 and [(a.name, str(a.type)) for a in schema.arguments if not a.is_out] == expected:
-            return getattr(packet, name), outs[0].name
+        variant = getattr(packet, name)
+        outs = [a for a in variant._schema.arguments if a.is_out]
+        if len(outs) == 1 and [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out] == arguments:
+            return variant, outs[0].name
     return None
+
+
+def is_product(target: str) -> bool:
+    """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
+    return target.startswith("aten.") and overload(target).overloadpacket in flop_registry
 
 
 def constant(family: str, name: str) -> Any:

@@ -19,13 +19,14 @@ class Simulation:
 
     live: tuple[int, ...]  # bytes in use during each instruction, temporaries inside ops included
     outside: tuple[int, ...]  # of these, bytes that are not in the arena
+    start: int  # bytes of the inputs, which are there before the first instruction
     arena: int  # bytes
     seconds: float  # of one step
 
     @property
     def peak(self) -> int:
         """The bytes that the device must have: all that is in use, or the arena and what is outside it."""
-        return self.arena + max(self.outside) if self.arena else max(self.live, default=0)
+        return self.arena + max((self.start, *self.outside)) if self.arena else max((self.start, *self.live))
 
     @property
     def at(self) -> int:
@@ -66,7 +67,8 @@ def simulate(graph: Graph, costs: Costs, program: Program) -> Simulation:
     for moment in moments(graph, costs, program):
         live.append(moment.inside + moment.outside + moment.states + moment.extra)
         outside.append(moment.outside + moment.states + moment.extra_outside)
-    return Simulation(tuple(live), tuple(outside), program.arena, elapsed(costs, program))
+    start = sum(costs.nbytes[item.value] for item in graph.inputs)
+    return Simulation(tuple(live), tuple(outside), start, program.arena, elapsed(costs, program))
 
 
 def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
@@ -88,6 +90,8 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
                 onto = dict(over)
                 moment.extra = costs.extra[op]
                 moment.extra_outside = costs.extra[op] if not at or at[-1] < 0 else 0
+                if again and graph.ops[op].random:
+                    moment.states += graph.generator_bytes  # the present state, put aside for the old one
                 for position, value in enumerate(makes):
                     offset = at[position] if at else -1
                     if value in onto:
@@ -100,6 +104,8 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
                         moment.add(value, nbytes[value], offset)
                 yield moment
                 moment.extra = moment.extra_outside = 0
+                if again and graph.ops[op].random:
+                    moment.states -= graph.generator_bytes
                 if number in ends:
                     moment.states -= graph.generator_bytes
             case Free(value, place):

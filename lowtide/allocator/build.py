@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.files import cache_folder
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
 TORCH = Path(torch.__file__).parent
@@ -60,13 +61,6 @@ def load() -> ctypes.CDLL:
 def loaded() -> ctypes.CDLL | None:
     """The library if this process has loaded it already."""
     return _outcome if isinstance(_outcome, ctypes.CDLL) else None
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries are kept: $LOWTIDE_CACHE, or lowtide in the user's cache folder."""
-    if named := os.environ.get("LOWTIDE_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
 
 
 def _compile_or_reuse() -> ctypes.CDLL:

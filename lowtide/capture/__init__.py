@@ -20,7 +20,6 @@ from lowtide import tree
 from lowtide.capture import optimizer as optimizers
 from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.recorder import Recorder
-from lowtide.capture.scalars import Scalar
 from lowtide.capture.stand_in import fake_like, stand_ins, unchanged_attributes
 from lowtide.captured import Captured, Slot, TensorSpec
 from lowtide.errors import CaptureError
@@ -135,10 +134,11 @@ class _Trace:
             gradient = self.tensors[name].grad
             if gradient is not None or name in phantoms:
                 self.gradients[name] = self.tensors[name] if gradient is None else gradient
+        self.notes = () if optimizer is None else optimizers.plain_loop_note(optimizer)
         self.options = () if optimizer is None else optimizers.constant_options(optimizer)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.origins = Origins(model, optimizer)
-        self.recorder = Recorder(self.fake_mode, self.origins)
+        self.recorder = Recorder(self.fake_mode, self.origins, self.device)
 
     def run(self) -> tuple[Captured, dict[str, bool]]:
         """The captured step, and for each parameter whether it has a gradient afterwards."""
@@ -167,7 +167,9 @@ class _Trace:
         if changed:
             names = ", ".join(sorted(changed)[:4])
             note = f"the step assigns {names}: Python assignments are not repeated when the program runs."
-            captured = dataclasses.replace(captured, graph=dataclasses.replace(captured.graph, notes=(note,)))
+            captured = dataclasses.replace(
+                captured, graph=dataclasses.replace(captured.graph, notes=(*self.notes, note))
+            )
         return captured, left
 
     def _trace(self, stack: contextlib.ExitStack) -> tuple[Captured, dict[str, bool]]:
@@ -199,10 +201,26 @@ class _Trace:
             results = self.step(self.model, self.optimizer, *self.batch_tree.build(fakes))
         left = {name: self.tensors[name].grad for name in self.parameters}
         self._mark_gradients()
-        captured = self._assemble(inputs, results, left, missing)
+        rebound = self._rebound()
+        captured = self._assemble(inputs, results, left, rebound, missing)
         for name in self.parameters:
             self.tensors[name].grad = None
         return captured, {name: gradient is not None for name, gradient in left.items()}
+
+    def _rebound(self) -> dict[str, torch.Tensor]:
+        """The buffers in whose place the step put another tensor."""
+        found: dict[str, torch.Tensor] = {}
+        for name, slot in self.slots.items():
+            now = slot.holder[slot.key] if isinstance(slot.key, int) else slot.holder.get(slot.key)
+            if now is self.tensors[name]:
+                continue
+            if name in self.parameters or not isinstance(now, torch.Tensor):
+                raise CaptureError(
+                    f"the step puts something else in the place of {name!r}.",
+                    hint="write to it in place: parameter.copy_(...) instead of module.parameter = ...",
+                )
+            found[name] = now
+        return found
 
     def _mark_gradients(self, *_: Any) -> None:
         for name in self.parameters:
@@ -215,6 +233,7 @@ class _Trace:
         inputs: list[Input],
         results: Any,
         left: Mapping[str, torch.Tensor | None],
+        rebound: Mapping[str, torch.Tensor],
         missing: list[tuple[torch.Tensor, str]],
     ) -> Captured:
         """The graph and its bindings, from what the recorder saw."""
@@ -223,7 +242,7 @@ class _Trace:
         outputs: list[Output] = []
         bound: list[Any] = []
         for path, leaf in zip(result_tree.paths(), result_leaves, strict=True):
-            if isinstance(leaf, (torch.Tensor, Scalar)):
+            if isinstance(leaf, (torch.Tensor, torch.SymFloat)):
                 read = recorder.read_any(leaf)
                 bound.append(len(outputs))
                 outputs.append(Output(read.value, "result", path, read.view))
@@ -237,6 +256,9 @@ class _Trace:
                 left_on[name] = recorder.values[read.value].storage
                 if left_on[name] not in lasting:
                     outputs.append(Output(read.value, "gradient", (name,), read.view))
+        for name, tensor in rebound.items():
+            read = recorder.read_any(tensor)
+            outputs.append(Output(read.value, "buffer", (name,), read.view))
         ops, values, views = recorder.finish()
         inputs = inputs + [Input(value, (place,)) for place, value in enumerate(recorder.constant_values)]
         read_by_ops = {value for op in ops for value in op.reads} | {output.value for output in outputs}
@@ -264,6 +286,7 @@ class _Trace:
                 views=views,
                 device=self.device,
                 generator_bytes=int(torch.get_rng_state().nbytes),
+                notes=self.notes,
             ),
             step=self.step,
             model=self.model,
@@ -282,7 +305,7 @@ class _Trace:
             trained=tuple(trained),
             trains=frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad),
             training=tuple(module.training for module in self.model.modules()),
-            prepare=lambda: optimizers.make_state(optimizer, needed),
+            prepare=(lambda: optimizers.make_state(optimizer, needed)) if needed else (lambda: None),
         )
 
 

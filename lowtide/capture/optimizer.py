@@ -144,6 +144,16 @@ def _scalars(option: Any, path: tuple[str | int, ...], recorder: Recorder, hyper
     return scalar
 
 
+def plain_loop_note(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What to tell a user who left it to the optimizer to choose its implementation."""
+    left = [key for key in ("foreach", "fused") if any(group.get(key, 0) is None for group in optimizer.param_groups)]
+    if not left:
+        return ()
+    return (
+        f"{type(optimizer).__name__} was left to choose {' or '.join(left)}: it runs as the plain loop over parameters.",
+    )
+
+
 def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """For each parameter group the options that capture makes constants."""
     return tuple(

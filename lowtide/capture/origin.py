@@ -105,5 +105,5 @@ class Origins:
         if self.updating:
             return "update", module, source
         if torch.is_grad_enabled():
-            self.by_sequence[torch.autograd._get_sequence_nr() - 1] = (module, source)
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))
         return "forward", module, source

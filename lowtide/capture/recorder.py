@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.origin import Origins, user_line
-from lowtide.capture.scalars import Scalar, ScalarNode, refuse_data
+from lowtide.capture.scalars import ScalarNode, refuse_data
+from lowtide.capture.stand_in import fake_like
 from lowtide.captured import Guard
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
@@ -57,8 +58,9 @@ class _Handle:
 class Recorder(TorchDispatchMode):
     """Writes down the ops of a step that runs on fake tensors."""
 
-    def __init__(self, fake_mode: FakeTensorMode, origins: Origins) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, origins: Origins, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.backend = device.partition(":")[0].upper()  # the dispatch key of the device's own kernels
         self.fake_mode = fake_mode
         self.origins = origins
         self.ops: list[Op] = []
@@ -74,8 +76,9 @@ class Recorder(TorchDispatchMode):
         self._fakes: dict[int, FakeTensor] = {}  # real constant -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._names: Counter[str] = Counter()
-        self._scalars: dict[Any, Scalar] = {}
+        self._scalars: dict[Any, torch.SymFloat] = {}
         self._ends: dict[int, int] = {}
+        self._composites: dict[Any, bool] = {}
 
     # What the caller puts in and takes out
 
@@ -85,7 +88,7 @@ class Recorder(TorchDispatchMode):
         self._register(tensor, self._new_storage(tensor, value), None)
         return value
 
-    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, Scalar]:
+    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, torch.SymFloat]:
         """Register a number that the caller gives at every step."""
         scalar = self._new_scalar(name)
         scalar.node.hint, scalar.node.path = hint, path
@@ -96,9 +99,9 @@ class Recorder(TorchDispatchMode):
         handle = self._handle(tensor)
         return Read(handle.storage.value, handle.view)
 
-    def read_any(self, leaf: torch.Tensor | Scalar) -> Read:
+    def read_any(self, leaf: torch.Tensor | torch.SymFloat) -> Read:
         """How a result of the step is read: a tensor, made here or not, or a number."""
-        return Read(leaf.node.value) if isinstance(leaf, Scalar) else self.read(self._plain(leaf))
+        return self.read(self._plain(leaf)) if isinstance(leaf, torch.Tensor) else Read(leaf.node.value)
 
     def mark_gradient(self, tensor: torch.Tensor) -> None:
         """Remember that this tensor is the gradient of a parameter."""
@@ -138,11 +141,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if self._is_composite(func):
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
         plain_args = tuple(map(self._plain, args))
@@ -153,6 +154,14 @@ class Recorder(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and id(result) in self._reals:
             return self._reals[id(result)]
         return result
+
+    def _is_composite(self, func: Any) -> bool:
+        """Whether eager runs this call as other calls; most are taken apart before they come here."""
+        if func not in self._composites:
+            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            own = has(func.name(), self.backend) or has(func.name(), "CompositeExplicitAutograd")
+            self._composites[func] = has(func.name(), "CompositeImplicitAutograd") and not own
+        return self._composites[func]
 
     def _follow_gradient(self, args: tuple[Any, ...]) -> None:
         """What autograd hands to a parameter is its gradient."""
@@ -174,10 +183,8 @@ class Recorder(TorchDispatchMode):
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        constant = self._plain(tensor)
-        with self.fake_mode:
-            made = aten.lift_fresh.default(tensor)
-        assert isinstance(made, FakeTensor)
+        constant = self._stand_in(tensor)
+        made = fake_like(tensor, self.fake_mode)
         value = self._new_value("tensor", made, self._made_kind())
         self._register(made, self._new_storage(made, value), None)
         self._add_op("aten.clone.default", (self.read(constant),), (), (value,))
@@ -386,15 +393,13 @@ class Recorder(TorchDispatchMode):
         )
         return number
 
-    def _new_scalar(self, name: str) -> Scalar:
+    def _new_scalar(self, name: str) -> torch.SymFloat:
         number = len(self.values)
         self.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype="float64"))
-        node = ScalarNode(number, self._record_scalar, self._refuse_scalar)
-        node.guards = self.guards
-        return Scalar(node)
+        return torch.SymFloat(ScalarNode(number, self._record_scalar, self._refuse_scalar, guards=self.guards))
 
-    def _record_scalar(self, target: str, *operands: Any) -> Scalar:
-        args = tuple(Read(arg.node.value) if isinstance(arg, torch.SymFloat) else arg for arg in operands)
+    def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> torch.SymFloat:
+        args = tuple(node.constant if node.value is None else Read(node.value) for node in operands)
         known = self._scalars.get((target, args))
         if known is None:
             known = self._scalars[target, args] = self._new_scalar(target.removeprefix("operator."))

@@ -23,15 +23,12 @@ class Runner:
         self.program = program
         self._binding = Binding(captured)
         self._function, self.source = generate(captured.graph, program)
-        self._prepared = False
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
-        if not self._prepared:
-            self._binding.check_batch(batch)
-            self.captured.prepare()
-            self._prepared = True
-        inputs = self._binding.inputs(batch)
+        leaves = self._binding.check(batch)
+        self.captured.prepare()
+        inputs = self._binding.inputs(leaves)
         self._binding.take_gradients()
         places = Places(self.captured.graph.device)
         generator = torch.default_generator

@@ -39,17 +39,22 @@ class Binding:
                 self.sources.append(("constant", captured.constants[int(path[0])], None))
             else:
                 self.sources.append(("option", int(path[0]), path[1:]))
+        self.updates = captured.optimizer is not None and any(op.phase == "update" for op in graph.ops)
         self.kept_gradients = {
             item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.stays
         }
 
-    def inputs(self, batch: tuple[Any, ...]) -> list[Any]:
-        """The tensors and numbers of this call, after checking that the program fits them."""
-        captured = self.captured
+    def check(self, batch: tuple[Any, ...]) -> list[Any]:
+        """The leaves of the batch, after checking that the program fits the call; nothing is changed."""
         leaves = self.check_batch(batch)
         self.check_model()
-        if captured.optimizer is not None:
+        if self.captured.optimizer is not None:
             self.check_options()
+        return leaves
+
+    def inputs(self, leaves: list[Any]) -> list[Any]:
+        """The tensors and numbers of this call."""
+        captured = self.captured
         found = []
         for kind, place, key in self.sources:
             if kind == "slot":
@@ -77,12 +82,17 @@ class Binding:
                 slot.holder[slot.key].grad = None
 
     def leave(self, outputs: Sequence[Any]) -> Any:
-        """Put the gradients that are left where the step leaves them, and build its results."""
+        """Put the gradients and buffers that are new where the step leaves them, and build its results."""
         captured = self.captured
         for output, tensor in zip(captured.graph.outputs, outputs, strict=True):
             if output.role == "gradient":
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key].grad = tensor
+            elif output.role == "buffer":
+                slot = captured.slots[str(output.path[0])]
+                slot.holder[slot.key] = tensor
+        if self.updates:
+            captured.optimizer._opt_called = True  # what schedulers look at
         return captured.results.build(
             [leaf[0] if isinstance(leaf, tuple) else outputs[leaf] for leaf in captured.result_leaves]
         )

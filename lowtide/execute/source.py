@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -89,9 +89,11 @@ class _Writer:
         results, onto = self.results(op, over)
         target = self.constant(kernels.kernel(op.target))
         if onto is not None:
-            overload, out = kernels.writes_to_out(op.target) or _no_out(op)
+            itself = arguments[0] == onto.name
+            found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
+            overload, out = found or _no_overwriter(op)
             target, results = self.constant(overload._op), ""
-            arguments.append(f"{out}={onto.name}")
+            arguments += [] if out is None else [f"{out}={onto.name}"]
         call = f"{target}({', '.join(arguments)})"
         self.draw(instruction, f"{results} = {call}" if results else call)
         if "_" in results.replace(",", " ").split():
@@ -129,7 +131,8 @@ class _Writer:
         made = _Tensor(self.fresh())
         view = self.constant(torch.ops.aten.as_strided.default._op)
         self.emit(f"{made.name} = {view}({before.name}, {list(value.shape)}, {list(value.stride)}, 0)")
-        self.emit(f"del {', '.join([before.name, *before.views.values()])}")
+        made.views["before"] = before.name  # the old names go when the new value goes
+        made.views.update((("before", key), name) for key, name in before.views.items())
         return made
 
     def draw(self, instruction: Run, line: str) -> None:
@@ -214,5 +217,5 @@ class _Writer:
         self.lines.append(line)
 
 
-def _no_out(op: Op) -> Any:
+def _no_overwriter(op: Op) -> NoReturn:
     raise ProgramError("illegal in-place", f"{op.name}: {op.target} cannot write its result over an argument")

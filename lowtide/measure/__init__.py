@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowtide import files
+from lowtide import allocator, files
 from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.measure.roofline import roofline
@@ -24,7 +24,6 @@ from lowtide.measure.specimen import read_order, specimen
 __all__ = ["measure", "roofline"]
 
 PATIENCE = 300  # seconds after which a call is given up
-FORMAT = 1  # of the cached answers
 
 
 def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None, cache: bool = True) -> Costs:
@@ -39,7 +38,8 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
         key = files.digest(cut)
         specimens[key] = cut
         keys.append(key)
-    book = _Book(machine()) if cache else None
+    metered = allocator.available()
+    book = _Book(machine(), metered) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
     missing = [key for key in specimens if key not in answers]
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
@@ -48,7 +48,11 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
             progress(done + 1, len(missing))
     if book is not None and missing:
         book.add({key: answers[key] for key in missing if "error" not in answers[key]})
-    return _costs(graph, keys, answers)
+    costs = _costs(graph, keys, answers)
+    if metered:
+        return costs
+    note = "temporaries inside ops are not in these costs: lowtide's meter could not be built here."
+    return dataclasses.replace(costs, notes=(note, *costs.notes))
 
 
 def machine() -> str:
@@ -159,14 +163,17 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
+def _how() -> list[str]:
+    """What the answers depend on besides the machine: the code that measures."""
+    return [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("bench_call.py", "specimen.py")]
+
+
 class _Book:
     """The answers that this machine gave before, in one file."""
 
-    def __init__(self, machine: str) -> None:
-        folder = os.environ.get("LOWTIDE_CACHE") or os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lowtide"
-        )
-        self.path = Path(folder) / f"costs-{files.digest([FORMAT, machine])[:16]}.json"
+    def __init__(self, machine: str, metered: bool) -> None:
+        name = f"costs-{files.digest([machine, metered, *_how()])[:16]}.json"
+        self.path = files.cache_folder() / name
         self.answers: dict[str, dict[str, Any]] = self._read()
 
     def _read(self) -> dict[str, dict[str, Any]]:

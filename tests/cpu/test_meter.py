@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide import allocator
+from lowtide import allocator, files
 from lowtide.allocator import build
 from lowtide.errors import LowtideError, UsageError
 
@@ -195,7 +195,8 @@ def test_a_recording_and_a_meter_agree() -> None:
     for event in recording.events:
         level += event.nbytes if event.kind == "alloc" else -event.nbytes
         peak = max(peak, level)
-    assert (level, peak) == (meter.current, meter.peak) and peak > 0
+    assert (level, peak) == (meter.current, meter.peak)
+    assert peak > 0
     assert sum(event.kind == "alloc" for event in recording.events) == meter.allocations
 
 
@@ -272,7 +273,8 @@ def test_metered_and_unmetered_steps_take_turns() -> None:
                 step()
                 assert meter.current == 0
         peaks.add(meter.peak)
-    assert len(peaks) == 1 and min(peaks) > 0
+    assert len(peaks) == 1
+    assert min(peaks) > 0
 
 
 def test_gradients_that_stay_are_all_that_is_left() -> None:
@@ -336,7 +338,8 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE)
-    assert failures == [] and not any(thread.is_alive() for thread in threads)
+    assert failures == []
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_threads_allocate_at_once() -> None:
@@ -517,7 +520,8 @@ def test_a_foreign_allocator_below(foreign: ctypes.CDLL, priority: int) -> None:
             assert foreign.count_alive() == 2
             foreign.raw_deallocate(outside)
             assert foreign.count_alive() == 1
-        assert meter.current == 100 and not allocator.installed()
+        assert meter.current == 100
+        assert not allocator.installed()
     finally:
         foreign.pop(priority)
     with allocator.meter() as meter:
@@ -600,7 +604,8 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_compiler(tmp_path: Path) -> None:
     code, output = finish(start(tmp_path, CXX="/nonexistent"))
     assert code == 3
-    assert "$CXX names none: /nonexistent" in output and "hint: install a C++20 compiler" in output
+    assert "$CXX names none: /nonexistent" in output
+    assert "hint: install a C++20 compiler" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -634,8 +639,8 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWTIDE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert build.cache_folder() == Path.home() / ".cache" / "lowtide"
+    assert files.cache_folder() == Path.home() / ".cache" / "lowtide"
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert build.cache_folder() == Path("/x/lowtide")
+    assert files.cache_folder() == Path("/x/lowtide")
     monkeypatch.setenv("LOWTIDE_CACHE", "/y")
-    assert build.cache_folder() == Path("/y")
+    assert files.cache_folder() == Path("/y")

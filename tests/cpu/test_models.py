@@ -207,10 +207,13 @@ def test_the_catalog_describes_every_option() -> None:
     entries = catalog()
     assert [entry.name for entry in entries] == list(SMALL)
     for entry in entries:
-        assert entry.summary.endswith(".") and entry.summary.count(". ") <= 1 and "\n" not in entry.summary
+        assert entry.summary.endswith(".")
+        assert entry.summary.count(". ") <= 1
+        assert "\n" not in entry.summary
         assert {"batch", "optimizer", "lr"} <= set(entry.options)
         for kind, default, meaning in entry.options.values():
-            assert str(kind) and meaning
+            assert str(kind)
+            assert meaning
             text = "-".join(map(str, default)) if isinstance(default, tuple) else str(default)
             assert default is None or kind.read(text) == default
 
@@ -249,7 +252,8 @@ def test_a_wrong_target_says_what_there_is_and_what_to_do(target: str, message: 
     with pytest.raises(UsageError) as caught:
         build(target)
     assert message in str(caught.value)
-    assert caught.value.hint is not None and hint in caught.value.hint
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
 
 
 def test_importing_the_models_does_not_import_transformers() -> None:

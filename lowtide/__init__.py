@@ -1,0 +1,56 @@
+"""lowtide trains a PyTorch model inside the memory you have, with the same results to the bit."""
+
+from __future__ import annotations
+
+from lowtide.allocator import meter
+from lowtide.capture import capture
+from lowtide.captured import Captured
+from lowtide.check import check
+from lowtide.costs import Costs
+from lowtide.errors import (
+    BatchError,
+    BudgetError,
+    CaptureError,
+    FileError,
+    LowtideError,
+    ProgramError,
+    UsageError,
+)
+from lowtide.execute import Runner, execute
+from lowtide.fit import Fitted, fit
+from lowtide.graph import Graph
+from lowtide.measure import measure, roofline
+from lowtide.plan import as_eager, keep_everything
+from lowtide.program import Copy, Free, Program, Run, Wait
+from lowtide.simulate import Simulation, simulate
+
+__all__ = [
+    "BatchError",
+    "BudgetError",
+    "Captured",
+    "CaptureError",
+    "Copy",
+    "Costs",
+    "FileError",
+    "Fitted",
+    "Free",
+    "Graph",
+    "LowtideError",
+    "Program",
+    "ProgramError",
+    "Run",
+    "Runner",
+    "Simulation",
+    "UsageError",
+    "Wait",
+    "as_eager",
+    "capture",
+    "check",
+    "execute",
+    "fit",
+    "keep_everything",
+    "measure",
+    "meter",
+    "roofline",
+    "simulate",
+]

@@ -1,0 +1,51 @@
+"""The command line: joins the verbs."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from lowtide.cli import bench
+from lowtide.cli.models import models
+from lowtide.cli.profile import profile
+from lowtide.cli.train import train
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Train a PyTorch model inside the memory you have, with the same results to the bit.",
+    epilog="Data goes to stdout, talk to stderr. Exit codes: 0; 2 for a wrong call; 3 for a budget that nothing fits; "
+    "4 for a step that can't be captured.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowtide {version('lowtide')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(profile)
+app.command()(train)
+app.command()(models)
+app.add_typer(bench.app, name="bench", rich_help_panel=None)
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    app()

@@ -1,0 +1,5 @@
+"""`python -m lowtide.cli`."""
+
+from lowtide.cli import main
+
+main()

@@ -1,0 +1,146 @@
+"""`lowtide profile`: where the memory of a training step goes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from lowtide import report
+from lowtide.bench import resident
+from lowtide.bench.peaks import why_not
+from lowtide.bench.predict import Prediction, compare
+from lowtide.capture import capture
+from lowtide.captured import Captured
+from lowtide.cli.talk import answering, counting, show, show_json, working
+from lowtide.cli.target import Built, build
+from lowtide.costs import Costs
+from lowtide.errors import UsageError
+from lowtide.graph import Graph
+from lowtide.measure import measure, roofline
+from lowtide.plan import as_eager, keep_everything
+from lowtide.simulate import simulate
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A built-in model such as resnet:depth=50,batch=16 (see `lowtide models`), or file.py:function, "
+        "a function that returns (step, model, optimizer, example).",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+class CostsFrom(StrEnum):
+    """Where costs come from."""
+
+    MEASURED = "measured"
+    ROOFLINE = "roofline"
+
+
+@answering
+def profile(
+    target: Target,
+    costs: Annotated[
+        CostsFrom,
+        typer.Option(
+            help="Measure each distinct op here, then run the step and meter it; or only estimate, "
+            "for machines that are not here and sizes that do not fit."
+        ),
+    ] = CostsFrom.MEASURED,
+    as_json: Json = False,
+) -> None:
+    """Show where the memory of a training step goes."""
+    interpreter = resident.now()
+    built, captured, seconds = captured_target(target)
+    found = costs_of(captured.graph, costs)
+    notes = [*captured.graph.notes, *found.notes]
+    metered = _metered(built, captured, found, notes)
+    graph = captured.graph
+    result = report.profile(graph, found, keep_everything(graph))
+    peaks = report.Peaks(
+        eager_predicted=metered.eager_predicted_peak if metered else simulate(graph, found, as_eager(graph)).peak,
+        program=metered.metered_peak if metered else None,
+        eager=metered.eager_metered_peak if metered else None,
+        interpreter=interpreter if metered else None,
+    )
+    if as_json:
+        show_json(
+            {
+                "target": target,
+                **common(stays=result.stays, predicted=result.peak, metered=peaks.program),
+                "eager_predicted_peak": peaks.eager_predicted,
+                "eager_metered_peak": peaks.eager,
+                "interpreter_bytes": interpreter,
+                "optimizer": optimizer_name(built.optimizer),
+                "costs": {"origin": found.origin, "machine": found.machine},
+                "capture_seconds": seconds,
+                **result.to_json(),
+                "notes": notes,
+            }
+        )
+    else:
+        heading = report.Heading(target, optimizer_name(built.optimizer), describe(found), seconds if metered else None)
+        show(report.Report(heading, result, peaks, notes))
+
+
+def _metered(built: Built, captured: Captured, costs: Costs, notes: list[str]) -> Prediction | None:
+    """The peaks of real runs, where they can be had; else a note that says why not."""
+    if costs.origin == "roofline":
+        notes.append("with --costs roofline nothing was run: temporaries inside ops are not known, nothing is metered.")
+        return None
+    reason = why_not(captured)
+    if reason is not None:
+        notes.append(reason)
+        return None
+    with working("running the step, twice by its program and twice in eager PyTorch"):
+        return compare(captured, costs, built.example)
+
+
+def captured_target(target: str) -> tuple[Built, Captured, float]:
+    """Build and capture a target; with the seconds of the capture."""
+    with working(f"building {target}"):
+        built = build(target)
+    with working(f"capturing {target}"):
+        start = perf_counter()
+        captured = capture(*built)
+        seconds = perf_counter() - start
+    if not captured.graph.ops:
+        raise UsageError(f"the step of {target} calls no op of torch.", hint="a training step computes something.")
+    return built, captured, seconds
+
+
+def costs_of(graph: Graph, origin: CostsFrom) -> Costs:
+    """Measure or estimate the costs of a graph."""
+    if origin is CostsFrom.ROOFLINE:
+        return roofline(graph)
+    with counting("measuring ops") as progress:
+        return measure(graph, progress=progress)
+
+
+def describe(costs: Costs) -> str:
+    """Where costs come from, in a line."""
+    return f"costs: {'measured on' if costs.origin == 'measured' else 'roofline of'} {costs.machine}"
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """The optimizer as a person calls it."""
+    return "no optimizer" if optimizer is None else type(optimizer).__name__
+
+
+def common(*, stays: int, predicted: int, metered: int | None) -> dict[str, Any]:
+    """The keys that the JSON of every command has; what needs a budget is not known here."""
+    return {
+        "budget": None,
+        "stays": stays,
+        "predicted_peak": predicted,
+        "metered_peak": metered,
+        "least_feasible": None,
+        "overhead": 0.0,
+        "bound": None,
+        "time_ratio": None,
+        "planning_seconds": 0.0,
+    }

@@ -1,0 +1,66 @@
+"""Tables without lines that never cut a number: only the columns that may shrink do, in the middle of their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+GAP = 2  # characters between columns
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; `Console.print` shows them, `markdown` writes them for a README."""
+
+    justify: str  # a letter for each column: l, r, or s for a left one that shrinks where there is no room
+    rows: Sequence[Sequence[str]]
+    titles: Sequence[str] = ()
+    styles: Sequence[str] = ()  # for each column
+    indent: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._widths(options.max_width)
+        if self.titles:
+            yield self._line(self.titles, widths, ["dim"] * len(widths))
+        for row in self.rows:
+            yield self._line(row, widths, self.styles)
+
+    def markdown(self) -> str:
+        """The table as a README has it."""
+        rule = ["---:" if letter == "r" else "---" for letter in self.justify]
+        rows = [self.titles or [""] * len(self.justify), rule, *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+    def _widths(self, room: int) -> list[int]:
+        """The width of each column: the widest one that may shrink does, until all fit or it is short."""
+        cells = [*([self.titles] if self.titles else []), *self.rows]
+        widths = [max((len(row[place]) for row in cells), default=0) for place in range(len(self.justify))]
+        shrinking = [place for place, letter in enumerate(self.justify) if letter == "s"]
+        room -= self.indent + GAP * (len(widths) - 1)
+        while shrinking and sum(widths) > room:
+            widest = max(shrinking, key=widths.__getitem__)
+            if widths[widest] <= 8:
+                break
+            widths[widest] -= 1
+        return widths
+
+    def _line(self, row: Sequence[str], widths: Sequence[int], styles: Sequence[str]) -> Text:
+        line = Text(" " * self.indent, no_wrap=True, overflow="ignore")
+        for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            shown = shorten(cell, width)
+            shown = shown.rjust(width) if self.justify[place] == "r" else shown.ljust(width)
+            line.append(shown, style=styles[place] if styles else None)
+            line.append(" " * GAP)
+        line.rstrip()
+        return line
+
+
+def shorten(text: str, width: int) -> str:
+    """The text with its middle left out where it is too long: `models/transf…er.py:51`."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"

@@ -1,0 +1,157 @@
+"""Costs: each op measured alone, the peak predicted from them, and in place only what gives the same bits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_capture import plain, recipe
+from torch import nn
+
+import lowtide
+from lowtide import models
+from lowtide.graph import Graph
+
+measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = lowtide.allocator.build.load  # the allocator stays where it is built
+    compiled()
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.getbasetemp() / "costs"))
+
+
+def metered(function: Any, example: tuple[Any, ...]) -> int:
+    """The bytes that a warmed-up call holds at its peak, beyond those that were there."""
+    for _ in range(2):
+        function(*example)
+    with lowtide.meter() as meter:
+        function(*example)
+    return meter.peak
+
+
+@pytest.mark.parametrize("name", models.SMALL)
+def test_the_predicted_peak_is_the_metered_one(name: str) -> None:
+    step, model, optimizer, example = models.build(models.SMALL[name])
+    captured = lowtide.capture(step, model, optimizer, example)
+    costs = lowtide.measure(captured.graph)
+    assert not costs.notes
+    stays = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
+    program = lowtide.keep_everything(captured.graph)
+    predicted = lowtide.simulate(captured.graph, costs, program).peak
+    assert predicted == lowtide.check(captured.graph, costs, program)
+    found = stays + metered(lowtide.execute(captured, program), example)
+    assert found == pytest.approx(predicted, rel=0.005)
+    as_eager = lowtide.simulate(captured.graph, costs, lowtide.as_eager(captured.graph)).peak
+    eager = stays + metered(lambda *batch: step(model, optimizer, *batch), example)
+    assert eager == pytest.approx(as_eager, rel=0.005)
+
+
+def pairs_of(step: Any, make: Any = None) -> dict[str, bool]:
+    """For each op of the step's forward, whether its result may sit on an argument."""
+    graph = lowtide.capture(*recipe(step, make, optimizer=None, example=lambda: (torch.randn(6, 6),))()).graph
+    costs = lowtide.measure(graph)
+    return {op.name: bool(pairs) for op, pairs in zip(graph.ops, costs.in_place, strict=True)}
+
+
+def test_in_place_is_certified_by_its_bits() -> None:
+    def step(model: nn.Module, optimizer: None, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        x = x.relu()
+        x = torch.nn.functional.gelu(x)
+        x = x @ x
+        x = x + x.t()
+        x = x.softmax(1)
+        x = x.cumsum(0)
+        return x.sum()
+
+    may = pairs_of(step, nn.Identity)
+    assert may["mul_0"]
+    assert may["relu_0"]
+    assert may["gelu_0"]
+    assert may["_softmax_0"]
+    assert not may["mm_0"]
+    assert not may["add_0"]
+    assert not may["sum_0"]
+
+
+def test_local_peaks_and_real_bytes() -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["lstm"])).graph
+    costs = lowtide.measure(graph)
+    layers = [index for index, op in enumerate(graph.ops) if op.target == "aten.mkldnn_rnn_layer.default"]
+    workspaces = [graph.ops[index].outputs[3] for index in layers]
+    assert layers
+    for value in workspaces:
+        assert value is not None
+        assert graph.values[value].nbytes == 0, "torch declares no bytes for the workspace"
+        assert costs.nbytes[value] > 1000
+    assert any(costs.extra)
+
+
+def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    asked: list[tuple[int, int]] = []
+    first = lowtide.measure(graph, progress=lambda done, total: asked.append((done, total)))
+    assert asked
+    assert asked[-1][0] == asked[-1][1]
+    count = len(asked)
+    assert lowtide.measure(graph, progress=lambda done, total: asked.append((done, total))) == first
+    assert len(asked) == count, "nothing was measured a second time"
+    (book,) = tmp_path.glob("costs-*")
+    book.write_text("damaged")
+    assert lowtide.measure(graph).graph == first.graph
+    assert json.loads(book.read_text())
+
+
+def test_a_call_that_kills_its_process_is_contained() -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    good = measuring.specimen(graph, 0)
+    deadly = {**good, "target": "lowtide.no.such"}
+    answers = list(measuring._ask([good, deadly, good]))
+    assert "error" in answers[1]
+    assert answers[0]["outputs"] == answers[2]["outputs"]
+
+
+def test_an_op_that_cannot_be_measured_is_estimated_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+
+    def broken(specimens: list[Any]) -> Any:
+        yield from ({"error": "the process ended with code -11"} for _ in specimens)
+
+    monkeypatch.setattr(measuring, "_ask", broken)
+    costs = lowtide.measure(graph, cache=False)
+    assert costs.notes
+    assert "code -11" in costs.notes[0]
+    assert all(seconds > 0 for seconds in costs.seconds)
+
+
+def test_roofline_counts_products_by_arithmetic_and_the_rest_by_traffic() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh())
+
+    def step(model: nn.Module, optimizer: None, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    graph: Graph = lowtide.capture(*recipe(step, make, None, lambda: (torch.randn(512, 512),))()).graph
+    costs = lowtide.roofline(graph, flops=1e9, bandwidth=1e9)
+    seconds = {op.target: cost for op, cost in zip(graph.ops, costs.seconds, strict=True)}
+    assert seconds["aten.mm.default"] == pytest.approx(2 * 512**3 / 1e9, rel=0.01)
+    assert seconds["aten.tanh.default"] == pytest.approx(2 * 512 * 512 * 4 / 1e9, rel=0.01)
+    assert costs.origin == "roofline"
+    assert any(costs.in_place)
+
+
+def test_costs_belong_to_their_graph(tmp_path: Path) -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    other = lowtide.capture(*recipe(plain)()).graph
+    costs = lowtide.roofline(graph)
+    costs.save(tmp_path / "costs")
+    assert lowtide.Costs.load(tmp_path / "costs", graph) == costs
+    with pytest.raises(lowtide.FileError, match="not of this one"):
+        lowtide.Costs.load(tmp_path / "costs", other)

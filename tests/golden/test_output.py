@@ -1,0 +1,70 @@
+"""What the command line prints, in full."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli import app
+
+Golden = Callable[[str, str], None]
+FOLDER = Path(__file__).parent
+PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
+
+
+def run(*arguments: str) -> str:
+    """The command as a person sees it, and how it ended."""
+    result = CliRunner().invoke(app, list(arguments), env=PLAIN, prog_name="lowtide")
+    ending = f"[exit code {result.exit_code}]\n" if result.exit_code else ""
+    return f"$ lowtide {' '.join(arguments)}\n{result.output}{ending}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "profile", "train", "models", "bench", "bench predict", "bench execute", "bench capture"],
+)
+def test_help(golden: Golden, command: str) -> None:
+    golden("-".join(["help", *command.split()]), run(*command.split(), "--help"))
+
+
+def test_models(golden: Golden) -> None:
+    pytest.importorskip("transformers")
+    golden("models", run("models", "--quick"))
+
+
+def test_wrong_calls(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
+    calls = [
+        ["profile", "gpt:widht=3"],
+        ["profile", "gpt:width=wide"],
+        ["profile", "nowhere.py:make"],
+        ["profile", "step.py"],
+        ["profile", "step.py:nothing"],
+        ["profile", "step.py:incomplete"],
+        ["profile", "step.py:hungry"],
+        ["profile", "step.py:broken"],
+        ["profile", "step.py:list_example"],
+    ]
+    golden("wrong-calls", "\n".join(run(*call) for call in calls))
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "columns"),
+    [
+        ("profile-gpt-100", "gpt:layers=4,width=128,context=64,vocabulary=512,batch=4", 100),
+        ("profile-step-80", "step.py:make", 80),
+        ("profile-step-120", "step.py:make", 120),
+    ],
+)
+def test_profile(golden: Golden, name: str, target: str, columns: int) -> None:
+    command = [sys.executable, "-m", "lowtide.cli", "profile", target, "--costs", "roofline"]
+    environment = {**os.environ, **PLAIN, "COLUMNS": str(columns)}
+    done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=True)
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+    assert all(len(line) <= columns and line == line.rstrip() for line in done.stdout.splitlines())
+    golden(name, done.stdout)

@@ -1,0 +1,484 @@
+"""Two oracles for the judge, each written another way than it.
+
+`execute` knows meaning and no rules: it runs a program on symbols, with an arena of real cells that the program can
+corrupt, and says whether every op found what it found in the graph's own order. `faults` knows rules and no state: it
+answers each question about an instruction by looking back through the instructions before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+from lowtide.program import Copy, Free, Program, Run, Wait
+
+GARBAGE = -1
+
+# A program that breaks one of these can still execute rightly: the damage is never read, or the rule is about form.
+LAX = {
+    "copied twice",  # the old copy leaks
+    "free during copy",  # the copy is never read
+    "illegal in-place",  # what it spoils is never read, or the caller does not look at the input it should update
+    "misplaced",  # off the grid, or offsets where there is no arena
+    "never freed",
+    "no such",  # an index from the end
+    "not marked as repeat",
+    "overlap",  # with bytes that are never read again
+    "repeat before first",
+    "side effect twice",  # on an old value that was kept elsewhere
+    "wait without copy",
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- meaning
+
+
+class Wrong(Exception):
+    """The program cannot be executed, or computes something else."""
+
+
+class Names:
+    """A number for each symbolic result, so that equal numbers mean equal histories."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[object, ...], int] = {}
+
+    def __call__(self, *history: object) -> int:
+        return self.numbers.setdefault(history, len(self.numbers))
+
+
+def results(names: Names, graph: Graph, op: int, contents: dict[int, int], draw: int | None) -> dict[int, int]:
+    """What an op makes of these contents; a detachable one needs its lasting old values for their updates only."""
+    item = graph.ops[op]
+    unused = {old for _, old in graph.effects[op]} if item.detachable else set()
+    plain = tuple(contents[value] for value in graph.reads[op] if value not in unused)
+    made = {v: names(op, "output", n, plain, draw) for n, v in enumerate(item.outputs) if v is not None}
+    for n, (new, old) in enumerate(item.updates):
+        if old not in unused:
+            made[new] = names(op, "update", n, plain, draw)
+        elif unused <= contents.keys():
+            made[new] = names(op, "update", n, tuple(contents[value] for value in graph.reads[op]), draw)
+    return made
+
+
+def reference(names: Names, graph: Graph) -> dict[int, int]:
+    """The content of every value when the ops run in the order of the graph."""
+    contents = {item.value: names("input", item.value) for item in graph.inputs}
+    draws = 0
+    for op, item in enumerate(graph.ops):
+        contents |= results(names, graph, op, contents, draws if item.random else None)
+        draws += item.random
+    return contents
+
+
+@dataclass(eq=False)
+class Cell:
+    """A piece of memory: in the arena it has only an address, elsewhere a content of its own."""
+
+    nbytes: int
+    offset: int = -1
+    content: int = GARBAGE
+    home: int | None = None  # the storage of the caller that this is
+    alive: bool = True
+
+
+class Machine:
+    """Executes a program on symbols."""
+
+    def __init__(self, graph: Graph, costs: Costs, program: Program) -> None:
+        self.graph, self.costs, self.program = graph, costs, program
+        self.names = Names()
+        self.right = reference(self.names, graph)
+        self.arena = [GARBAGE] * program.arena
+        self.device = {
+            item.value: Cell(costs.nbytes[item.value], -1, self.right[item.value], graph.values[item.value].storage)
+            for item in graph.inputs
+        }
+        self.away: dict[str, dict[int, Cell]] = {"host": {}, "disk": {}}
+        self.heap = list(self.device.values())  # every cell of the device that was ever there
+        self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
+        self.draws: list[int] = []  # ops, in the order in which they drew
+        self.numbers: dict[int, int] = {}  # op -> which draw it was
+        self.now, self.peak = -1, 0
+
+    def read(self, cell: Cell) -> int:
+        if cell.offset < 0 or cell.nbytes == 0:
+            return cell.content
+        found = set(self.arena[cell.offset : cell.offset + cell.nbytes])
+        return found.pop() if len(found) == 1 else GARBAGE
+
+    def write(self, cell: Cell, content: int) -> None:
+        cell.content = content
+        if cell.offset >= 0:
+            self.arena[cell.offset : cell.offset + cell.nbytes] = [content] * cell.nbytes
+
+    def allocate(self, nbytes: int, offset: int) -> Cell:
+        if offset != -1 and not 0 <= offset <= len(self.arena) - nbytes:
+            raise Wrong(f"{offset} is outside the arena")
+        cell = Cell(nbytes, offset)
+        self.write(cell, GARBAGE)
+        self.heap.append(cell)
+        return cell
+
+    def release(self, cell: Cell) -> None:
+        self.write(cell, GARBAGE)
+        cell.alive = False
+
+    def run(self, run: Run) -> None:
+        graph, op, nbytes = self.graph, run.op, self.costs.nbytes
+        reads, makes = graph.reads_of(op, again=run.again), graph.makes_of(op, again=run.again)
+        at = run.at
+        if not self.program.arena:
+            at = (-1,) * (len(makes) + 1)
+        elif len(at) < len(makes) + (self.costs.extra[op] > 0):
+            raise Wrong("not enough offsets")
+        over = dict(run.over)
+        if any(value not in self.device for value in reads) or not set(over) <= set(makes):
+            raise Wrong("a value is not there")
+        if any(read not in reads or nbytes[read] != nbytes[made] for made, read in over.items()):
+            raise Wrong("nothing of this size to sit on")
+        fresh = {v: self.allocate(nbytes[v], offset) for v, offset in zip(makes, at, strict=False) if v not in over}
+        for value, offset in zip(makes, at, strict=False):
+            if value in over and self.device[over[value]].offset != offset:
+                raise Wrong("in place at another place")
+        scratch = self.allocate(self.costs.extra[op], at[len(makes)] if self.costs.extra[op] else -1)
+
+        contents = {value: self.read(self.device[value]) for value in reads}
+        if any(contents[value] != self.right[value] for value in reads):
+            raise Wrong("an op reads something else than in the graph's order")
+        if graph.ops[op].random and not run.again:
+            self.numbers[op] = len(self.draws)
+            self.draws.append(op)
+        elif graph.ops[op].random and op not in self.numbers:
+            raise Wrong("no numbers to repeat")
+        if not graph.ops[op].detachable and contents.keys() != set(graph.reads[op]):
+            raise Wrong("a side effect that cannot be left out")
+        made = results(self.names, graph, op, contents, self.numbers.get(op))
+        for value in makes:
+            if value not in over:
+                self.write(fresh[value], made[value])
+                continue
+            cell = self.device[over[value]]
+            pair = (value, over[value])
+            if pair not in graph.ops[op].updates and (pair not in self.costs.in_place[op] or cell.home is not None):
+                self.write(cell, GARBAGE)  # an op that reads what it has already written, or somebody else's memory
+            else:
+                self.write(cell, made[value])
+        self.write(scratch, GARBAGE)
+        self.count()
+        self.release(scratch)
+        for value, cell in fresh.items():
+            if value in self.device:
+                self.release(cell)
+            else:
+                self.device[value] = cell
+        moved = {value: self.device[read] for value, read in over.items()}
+        for read in over.values():
+            self.device.pop(read, None)
+        self.device |= moved
+
+    def free(self, value: int, place: str) -> None:
+        cells = self.device if place == "device" else self.away[place]
+        if value not in cells:
+            raise Wrong("nothing to free")
+        self.release(cells.pop(value))
+
+    def copy(self, value: int, to: str, at: int) -> None:
+        if to == "device":
+            ready = [p for p in ("host", "disk") if value in self.away[p] and (value, p) not in self.flights]
+            if not ready:
+                raise Wrong("nothing to copy")
+            source, target = self.away[ready[0]][value], self.allocate(self.costs.nbytes[value], at)
+            storage = self.graph.values[value].storage
+            if at == -1 and storage in self.graph.lasting_storages:
+                target.home = storage  # the executor hands it to the caller if it is still there at the end
+            self.device[value] = target
+        else:
+            if value not in self.device:
+                raise Wrong("nothing to copy")
+            source, target = self.device[value], Cell(self.costs.nbytes[value])
+            self.away[to][value] = target
+        self.flights[value, to] = (source, target, self.read(source))
+
+    def wait(self, value: int, place: str) -> None:
+        source, target, content = self.flights.pop((value, place), (None, None, 0))
+        if source is not None and target is not None:
+            steady = source.alive and self.read(source) == content
+            self.write(target, content if steady else GARBAGE)
+
+    def generator_states(self, now: int) -> int:
+        """How many states of the generator are held at this instruction."""
+        runs = [(n, row) for n, row in enumerate(self.program.instructions) if isinstance(row, Run)]
+        held = 0
+        for op, item in enumerate(self.graph.ops):
+            first = [n for n, run in runs if run.op == op and not run.again]
+            again = [n for n, run in runs if run.op == op and run.again]
+            held += bool(item.random and first and again and first[0] <= now <= again[-1])
+            held += bool(item.random and now in again)  # the present state waits for its return
+        return held
+
+    def count(self) -> None:
+        outside = sum(cell.nbytes for cell in self.heap if cell.alive and cell.offset < 0)
+        states = self.generator_states(self.now) * self.graph.generator_bytes
+        self.peak = max(self.peak, len(self.arena) + outside + states)
+
+    def execute(self) -> int:
+        self.count()
+        for now, row in enumerate(self.program.instructions):
+            self.now = now
+            match row:
+                case Run():
+                    self.run(row)
+                case Free(value, place):
+                    self.free(value, place)
+                case Copy(value, to, at):
+                    self.copy(value, to, at)
+                case Wait(value, place):
+                    self.wait(value, place)
+            self.count()
+        self.finish()
+        return self.peak
+
+    def finish(self) -> None:
+        """The next step begins: the arena is used for something else, and the caller looks at what it got."""
+        graph = self.graph
+        self.arena = [GARBAGE] * len(self.arena)
+        if self.flights:
+            raise Wrong("a copy is still running")
+        if self.draws != [op for op, item in enumerate(graph.ops) if item.random]:
+            raise Wrong("the generator is in another state")
+        last = {graph.values[v].storage: v for v in sorted(self.right)}
+        kept = {i.value for i in graph.inputs if i.stays and last[graph.values[i.value].storage] == i.value}
+        for value in graph.required | kept:
+            cell = self.device.get(value)
+            if cell is None or self.read(cell) != self.right[value]:
+                raise Wrong(f"%{value} is not there")
+            storage = graph.values[value].storage
+            if storage in graph.lasting_storages and last[storage] == value and cell.home != storage:
+                raise Wrong(f"%{value} is not where the caller looks")
+
+
+def execute(graph: Graph, costs: Costs, program: Program) -> int | None:
+    """The peak of a program that computes the right things, or None."""
+    try:
+        return Machine(graph, costs, program).execute()
+    except (Wrong, IndexError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+def faults(graph: Graph, costs: Costs, program: Program) -> tuple[int | None, set[str]]:
+    """The first instruction that breaks rules (None: the end does), and all rules that it breaks there."""
+    history = History(graph, costs, program)
+    if bad := [n for n in range(len(program.instructions)) if history.dangling(n)]:
+        return bad[0], {"no such"}
+    for now in range(len(program.instructions)):
+        if broken := set(history.broken(now)):
+            return now, broken
+    return None, set(history.broken_at_end())
+
+
+class History:
+    """Answers about a program, found by looking back; `now` is always the moment before that instruction."""
+
+    def __init__(self, graph: Graph, costs: Costs, program: Program) -> None:
+        self.graph, self.costs, self.rows, self.size = graph, costs, program.instructions, program.arena
+        self.known: dict[tuple[int, str, int], int] = {}
+
+    def dangling(self, n: int) -> bool:
+        row = self.rows[n]
+        if isinstance(row, Run):
+            named = {value for pair in row.over for value in pair}
+            return not (0 <= row.op < len(self.graph.ops) and named <= set(range(len(self.graph.values))))
+        return row.value not in range(len(self.graph.values))
+
+    def since(self, now: int, place: str, value: int) -> int:
+        """How long it is there: the row that put it there, -1 for the start, -2 if gone, -3 if it never was there."""
+        key = (now, place, value)
+        if key not in self.known:
+            self.known[key] = self._since(now, place, value)
+        return self.known[key]
+
+    def _since(self, now: int, place: str, value: int) -> int:
+        if now == 0:
+            return -1 if place == "device" and self.graph.maker[value] == -1 and self.is_input(value) else -3
+        before, row = self.since(now - 1, place, value), self.rows[now - 1]
+        match row:
+            case Run(op, _, over, again) if place == "device":
+                if value in self.graph.makes_of(op, again=again):
+                    return before if before >= -1 else now - 1
+                return -2 if any(value == read for _, read in over) else before
+            case Free(v, p) if (v, p) == (value, place):
+                return -2
+            case Copy(v, p) if (v, p) == (value, place):
+                return now - 1
+        return before
+
+    def is_input(self, value: int) -> bool:
+        return any(item.value == value for item in self.graph.inputs)
+
+    def there(self, now: int, place: str, value: int) -> bool:
+        return self.since(now, place, value) >= -1
+
+    def flying(self, now: int, place: str, value: int) -> bool:
+        """Whether the last thing that happened to this block is a copy that nobody waited for."""
+        since = self.since(now, place, value)
+        return since >= 0 and isinstance(self.rows[since], Copy) and Wait(value, place) not in self.rows[since:now]  # type: ignore[arg-type]
+
+    def busy(self, now: int, place: str, value: int) -> bool:
+        """Whether a copy from or to this block is in flight."""
+        if self.flying(now, place, value):
+            return True
+        for to in ("device", "host", "disk"):
+            if to != place and self.flying(now, to, value):
+                start = self.since(now, to, value)
+                host = self.there(start, "host", value) and not self.flying(start, "host", value)
+                source = "device" if to != "device" else "host" if host else "disk"
+                if source == place:
+                    return True
+        return False
+
+    def reading(self, now: int, place: str, value: int) -> Iterator[str]:
+        if self.flying(now, place, value):
+            yield "read before wait"
+        elif not self.there(now, place, value):
+            yield "read after free" if self.since(now, place, value) == -2 else "read before made"
+
+    def offset(self, now: int, value: int) -> int:
+        """Where a value of the device is."""
+        since = self.since(now, "device", value)
+        row = self.rows[since] if since >= 0 else None
+        if isinstance(row, Copy):
+            return row.at
+        if isinstance(row, Run) and self.size:
+            return row.at[self.graph.makes_of(row.op, again=row.again).index(value)]
+        return -1
+
+    def spans(self, now: int) -> list[tuple[int, int]]:
+        """What is in the arena: where it starts and ends."""
+        values = [v for v in range(len(self.graph.values)) if self.there(now, "device", v)]
+        return [(o, o + self.costs.nbytes[v]) for v in values if (o := self.offset(now, v)) >= 0]
+
+    def broken(self, now: int) -> Iterator[str]:
+        row = self.rows[now]
+        match row:
+            case Run():
+                yield from self.broken_turn(now, row)
+                reads = self.graph.reads_of(row.op, again=row.again)
+                for value in reads:
+                    yield from self.reading(now, "device", value)
+                yield from self.broken_over(now, row)
+                yield from self.broken_layout(now, row)
+            case Free(value, place):
+                if not self.there(now, place, value):
+                    yield "double free" if self.since(now, place, value) == -2 else "free before made"
+                elif self.busy(now, place, value):
+                    yield "free during copy"
+            case Wait(value, place):
+                if not self.flying(now, place, value):
+                    yield "wait without copy"
+            case Copy(value, to, at):
+                if self.there(now, to, value):
+                    yield "copied twice"
+                if to == "device":
+                    found = [list(self.reading(now, place, value)) for place in ("host", "disk")]
+                    if [] not in found:
+                        yield from (found[0] + found[1])
+                    yield from self.misplaced(value, self.costs.nbytes[value], at)
+                    if at >= 0 and any(self.meet((at, at + self.costs.nbytes[value]), s) for s in self.spans(now)):
+                        yield "overlap"
+                else:
+                    yield from self.reading(now, "device", value)
+                    if at != -1:
+                        yield "misplaced"
+
+    def broken_turn(self, now: int, run: Run) -> Iterator[str]:
+        earlier = [row for row in self.rows[:now] if isinstance(row, Run)]
+        before = any(row.op == run.op for row in earlier)
+        item = self.graph.ops[run.op]
+        lasting = [old for _, old in item.updates if self.root(old)]
+        if run.again and not before:
+            yield "repeat before first"
+        if run.again and lasting and not item.detachable:
+            yield "side effect twice"
+        if before and not run.again:
+            yield "side effect twice" if lasting else "random replay" if item.random else "not marked as repeat"
+        if item.random and not before and any(row.op > run.op and self.graph.ops[row.op].random for row in earlier):
+            yield "random replay"
+
+    def root(self, value: int) -> bool:
+        """Whether the storage of a value is that of an input."""
+        return any(self.graph.values[i.value].storage == self.graph.values[value].storage for i in self.graph.inputs)
+
+    def broken_over(self, now: int, run: Run) -> Iterator[str]:
+        op, size = self.graph.ops[run.op], self.costs.nbytes
+        allowed = [pair for pair in self.costs.in_place[run.op] if not self.root(pair[1])] + list(op.updates)
+        made, read = [m for m, _ in run.over], [r for _, r in run.over]
+        if len({*made}) < len(made) or len({*read}) < len(read) or not {*run.over} <= {*allowed}:
+            yield "illegal in-place"
+        if not {*made} <= {*self.graph.makes_of(run.op, again=run.again)}:
+            yield "illegal in-place"
+        if not {*read} <= {*self.graph.reads_of(run.op, again=run.again)}:
+            yield "illegal in-place"
+        if any(size[m] != size[r] or self.there(now, "device", m) for m, r in run.over):
+            yield "illegal in-place"
+        if not run.again and any(pair not in run.over for pair in op.updates if self.root(pair[1])):
+            yield "illegal in-place"
+        if any(self.busy(now, "device", value) for value in read):
+            yield "free during copy"
+
+    def misplaced(self, value: int | None, nbytes: int, offset: int) -> Iterator[str]:
+        leaves = value in self.graph.required and not self.root(value) if value is not None else False
+        grid = range(0, self.size, 64) if nbytes or not self.size else range(0, self.size + 1, 64)
+        if offset != -1 and (offset not in grid or offset + nbytes > self.size or leaves):
+            yield "misplaced"
+
+    def meet(self, a: tuple[int, int], b: tuple[int, int]) -> bool:
+        return not set(range(*a)).isdisjoint(range(*b))
+
+    def broken_layout(self, now: int, run: Run) -> Iterator[str]:
+        makes, extra = self.graph.makes_of(run.op, again=run.again), self.costs.extra[run.op]
+        if len(run.at) != (len(makes) + bool(extra) if self.size else 0):
+            yield "misplaced"
+            return
+        if not self.size:
+            return
+        spans = self.spans(now)
+        for value, offset in zip((*makes, None) if extra else makes, run.at, strict=True):
+            nbytes = extra if value is None else self.costs.nbytes[value]
+            yield from self.misplaced(value, nbytes, offset)
+            under = [read for made, read in run.over if made == value]
+            if under and self.there(now, "device", under[0]):
+                if self.offset(now, under[0]) != offset:
+                    yield "misplaced"
+            elif offset >= 0:
+                if any(self.meet((offset, offset + nbytes), span) for span in spans):
+                    yield "overlap"
+                spans.append((offset, offset + nbytes))
+
+    def broken_at_end(self) -> Iterator[str]:
+        graph, end = self.graph, len(self.rows)
+        ran = {row.op for row in self.rows if isinstance(row, Run)}
+        if any(item.random and op not in ran for op, item in enumerate(graph.ops)):
+            yield "random replay"
+        for value in range(len(graph.values)):
+            written = any(
+                graph.values[old].storage == graph.values[value].storage for op in graph.ops for _, old in op.updates
+            )
+            stays = any(item.value == value and item.stays for item in graph.inputs) and not written
+            expected = any(output.value == value for output in graph.outputs) or stays
+            for place in ("device", "host", "disk"):
+                if self.flying(end, place, value):
+                    yield "copy never awaited"
+                if self.there(end, place, value) and place != "device":
+                    yield "never freed"
+            if expected and not self.there(end, "device", value):
+                yield "missing output"
+            if expected and self.there(end, "device", value) and self.offset(end, value) != -1:
+                yield "misplaced"
+            if self.there(end, "device", value) and not expected and not self.is_input(value):
+                yield "never freed"

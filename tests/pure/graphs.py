@@ -1,0 +1,491 @@
+"""Random small graphs, costs and programs: valid ones, and valid ones that were then broken.
+
+Everything is made from one `random.Random`; the strategies below hand it to hypothesis as a size and a seed, so that
+thousands of examples cost seconds and a failing one shrinks to the smallest size that still fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lowtide.costs import Costs
+from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Read, Value, View
+from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+
+SIZES = (0, 1, 60, 64, 64, 64, 100, 128, 128, 256)  # bytes; several values must have equal sizes
+AWAY: tuple[Place, ...] = ("host", "disk")
+
+
+class Stuck(Exception):
+    """A value is needed that this program can no longer get back."""
+
+
+# --------------------------------------------------------------------------------------------------------------- graphs
+
+
+def make_graph(random: Random, size: int) -> Graph:
+    """A graph of `size` ops as capture could have made it: an op only reads what eager still has."""
+    values: list[Value] = []
+    current: dict[int, int] = {}  # storage -> the value that it contains now
+    inputs, ops = [], []
+
+    def new(kind: Kind, nbytes: int, storage: int | None = None) -> int:
+        number = len(values)
+        place = number if storage is None else storage
+        values.append(Value(f"{kind[0]}{number}", nbytes, kind, place, shape=(nbytes,), stride=(1,)))
+        current[place] = number
+        return number
+
+    kinds: tuple[Kind, ...] = ("parameter", "buffer", "state", "batch", "constant", "gradient")
+    for _ in range(random.randint(1, 4)):
+        kind = random.choice(kinds)
+        stays = random.random() < (0.5 if kind in ("batch", "gradient") else 0.95)
+        value = new(kind, random.choice(SIZES))
+        inputs.append(Input(value, (f"{kind}{value}", value), stays))
+    for index in range(size):
+        ops.append(_make_op(random, index, values, current, new))
+    return Graph(
+        ops=tuple(ops),
+        values=tuple(dataclasses.replace(value, eager_end=_last_reader(ops, n)) for n, value in enumerate(values)),
+        inputs=tuple(inputs),
+        outputs=_make_outputs(random, values, current, inputs),
+        views=(View(None, "aten.t.default"), View(0, "aten.split.Tensor", (3, (1, True)), item=1)),
+        generator_bytes=random.choice((0, 40)),
+        notes=("made up",),
+    )
+
+
+def _make_op(random: Random, index: int, values: list[Value], current: dict[int, int], new: Any) -> Op:
+    readable = sorted(current.values())
+    recent = readable[-5:] if random.random() < 0.6 else readable
+    reads = random.sample(recent, min(len(recent), random.choice((0, 1, 1, 2, 2, 3))))
+    updated = [value for value in reads if random.random() < 0.25]
+    outputs: list[int | None] = []
+    for _ in range(random.choice((1, 1, 1, 2, 3) if not updated else (0, 1, 1, 2))):
+        roll = random.random()
+        if roll < 0.1:
+            outputs.append(None)
+        elif roll < 0.2:
+            outputs.append(new("scalar", 0))
+        else:
+            nbytes = values[random.choice(reads)].nbytes if reads and random.random() < 0.6 else random.choice(SIZES)
+            outputs.append(new(random.choice(("activation", "activation gradient", "gradient")), nbytes))
+    updates = [(new(values[old].kind, values[old].nbytes, values[old].storage), old) for old in updated]
+    args: list[Arg] = [Read(value, random.choice((None, None, 0, 1))) for value in reads]
+    kwargs: list[tuple[str, Arg]] = [
+        ("dtype", Constant("dtype", "float32")),
+        ("scale", random.choice((1.5, float("inf"), 2j))),
+    ]
+    if args and random.random() < 0.3:
+        kwargs.append(("other", args.pop()))
+    if len(args) > 1 and random.random() < 0.3:
+        args = [tuple(args)]
+    return Op(
+        name=f"op{index}",
+        target=f"made.up.{index}",
+        args=tuple(args),
+        kwargs=tuple(kwargs),
+        outputs=tuple(outputs),
+        updates=tuple(updates),
+        detachable=bool(updates) and random.random() < 0.5,
+        random=random.random() < 0.25,
+        phase=random.choice(("forward", "backward", "update")),
+        module="layer.0",
+        source=f"train.py:{index}",
+    )
+
+
+def _make_outputs(
+    random: Random, values: list[Value], current: dict[int, int], inputs: list[Input]
+) -> tuple[Output, ...]:
+    """What became of each updated input, and a few results."""
+    outputs = []
+    for item in inputs:
+        last = current[values[item.value].storage]
+        if last != item.value and (item.stays or random.random() < 0.5):
+            outputs.append(Output(last, "input", item.path))
+    made = sorted(set(current.values()) - {item.value for item in inputs}) or sorted(current.values())
+    pool = made if random.random() < 0.9 else sorted(current.values())
+    for number, value in enumerate(random.sample(pool, min(len(pool), random.randint(1, 2)))):
+        outputs.append(Output(value, random.choice(("result", "gradient")), (number,), random.choice((None, 0))))
+    return tuple(outputs)
+
+
+def _last_reader(ops: list[Op], value: int) -> int:
+    return max((index for index, op in enumerate(ops) if value in op.reads), default=-1)
+
+
+def make_costs(random: Random, graph: Graph) -> Costs:
+    """Costs with some temporaries, some rounding up, and some pairs that may be in place (not all of them wise)."""
+    rounded = random.random() < 0.3
+    nbytes = tuple(-(-value.nbytes // 64) * 64 if rounded else value.nbytes for value in graph.values)
+    in_place = []
+    for reads, makes in zip(graph.reads, graph.makes, strict=True):
+        pairs = [(made, read) for made in makes for read in reads if nbytes[made] == nbytes[read]]
+        in_place.append(tuple(pair for pair in pairs if random.random() < 0.6))
+    return Costs(
+        graph=graph.fingerprint,
+        seconds=tuple(random.choice((0.0, 0.5, 1.0, 0.1)) for _ in graph.ops),
+        extra=tuple(random.choice((0, 0, 0, 1, 64, 200)) for _ in graph.ops),
+        nbytes=nbytes,
+        in_place=tuple(in_place),
+        origin="measured",
+        machine="made up",
+        bandwidth=(("host", 1e9), ("disk", 1e8)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- valid programs
+
+
+def must_stay(graph: Graph) -> set[int]:
+    """The values that must be on the device when the step ends."""
+    updated = {graph.values[old].storage for op in graph.ops for _, old in op.updates}
+    stay = {i.value for i in graph.inputs if i.stays and graph.values[i.value].storage not in updated}
+    return stay | set(graph.required)
+
+
+def make_program(random: Random, graph: Graph, costs: Costs, *, wild: float = 0.3) -> Program:
+    """A valid program; the wilder, the more it recomputes, offloads and works in place."""
+    for _ in range(8):
+        try:
+            writer = _Writer(random, graph, costs, wild)
+            writer.write()
+        except Stuck:
+            wild *= 0.5
+            continue
+        return Program(graph.fingerprint, tuple(writer.instructions))
+    return captured(graph)
+
+
+def captured(graph: Graph) -> Program:
+    """The order of the graph, each value freed after its last use, only the updates that must be in place."""
+    last: dict[int, int] = {}
+    for index in range(len(graph.ops)):
+        last.update(dict.fromkeys(graph.reads[index] + graph.makes[index], index))
+    gone = {old for pairs in graph.effects for _, old in pairs}
+    instructions: list[Instruction] = []
+    for index in range(len(graph.ops)):
+        instructions.append(Run(index, over=graph.effects[index]))
+        used = graph.reads[index] + graph.makes[index]
+        done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in graph.required | gone]
+        instructions.extend(Free(value) for value in done)
+    return Program(graph.fingerprint, tuple(instructions))
+
+
+class _Writer:
+    """Writes a random program, one op after the other, and gets back what it dropped when it is needed."""
+
+    def __init__(self, random: Random, graph: Graph, costs: Costs, wild: float) -> None:
+        self.random, self.graph, self.costs, self.wild = random, graph, costs, wild
+        self.instructions: list[Instruction] = []
+        self.places: dict[str, set[int]] = {"device": {i.value for i in graph.inputs}, "host": set(), "disk": set()}
+        self.flights: dict[tuple[int, str], str] = {}  # (value, to) -> from
+        self.has_run: set[int] = set()
+
+    def write(self) -> None:
+        for op in self.order():
+            for value in self.graph.reads[op]:
+                self.bring(value, set(self.graph.reads[op]))
+            self.run(op, set())
+            self.disturb()
+        keep = must_stay(self.graph)
+        for value in sorted(keep):
+            self.bring(value, keep)
+        for value, place in sorted(self.flights):
+            self.wait(value, place)
+        for place in self.places:
+            for value in sorted(self.places[place] - (keep if place == "device" else set())):
+                if place == "device" and self.graph.maker[value] < 0 and self.random.random() < 0.7:
+                    continue
+                self.free(value, place)
+
+    def order(self) -> list[int]:
+        """The ops of the graph in a random order that leaves every result as it is, some dead ones left out."""
+        graph = self.graph
+        needed = set(graph.required)
+        alive = set()
+        for op in reversed(range(len(graph.ops))):
+            if graph.ops[op].random or needed & set(graph.makes[op]) or self.random.random() < 0.7:
+                alive.add(op)
+                needed |= set(graph.reads[op])
+        before: dict[int, set[int]] = {op: {graph.maker[v] for v in graph.reads[op]} - {-1} for op in alive}
+        for op in alive:
+            for _, old in graph.effects[op]:
+                before[op] |= {reader for reader in graph.readers[old] if reader in alive and reader != op}
+        draws = sorted(op for op in alive if graph.ops[op].random)
+        for earlier, later in pairwise(draws):
+            before[later].add(earlier)
+        done: list[int] = []
+        shuffle = self.random.random() < 0.5
+        while len(done) < len(alive):
+            ready = sorted(op for op in alive if op not in done and before[op] <= set(done))
+            done.append(self.random.choice(ready) if shuffle else ready[0])
+        return done
+
+    def bring(self, value: int, protected: set[int]) -> None:
+        """Have the value on the device, whatever it takes."""
+        if value in self.places["device"]:
+            if (value, "device") in self.flights:
+                self.wait(value, "device")
+            return
+        away = [place for place in AWAY if value in self.places[place]]
+        if away:
+            if all((value, place) in self.flights for place in away):
+                self.wait(value, away[0])
+            ready = [place for place in away if (value, place) not in self.flights]
+            self.copy(value, "device", ready[0])
+            return self.bring(value, protected)
+        maker = self.graph.maker[value]
+        if maker < 0 or maker not in self.has_run or value not in self.graph.makes_of(maker, again=True):
+            raise Stuck
+        if not self.graph.repeatable(maker) or len(self.instructions) > 200:
+            raise Stuck
+        reads = self.graph.reads_of(maker, again=True)
+        for read in reads:
+            self.bring(read, protected | set(reads))
+        self.run(maker, protected)
+
+    def run(self, op: int, protected: set[int]) -> None:
+        graph, again = self.graph, op in self.has_run
+        makes, reads = graph.makes_of(op, again=again), graph.reads_of(op, again=again)
+        over = [] if again else list(graph.effects[op])
+        for made, read in sorted({*graph.ops[op].updates, *self.costs.in_place[op]}):
+            if any(made == m or read == r for m, r in over) or made in self.places["device"]:
+                continue
+            lasting = graph.values[read].storage in graph.lasting_storages or read in graph.required
+            possible = made in makes and read in reads and read not in protected and not lasting
+            if possible and self.random.random() < self.wild:
+                over.append((made, read))
+        self.random.shuffle(over)
+        for _, read in over:
+            self.settle(read, "device")
+        self.instructions.append(Run(op, (), tuple(over), again))
+        self.has_run.add(op)
+        self.places["device"] -= {read for _, read in over}
+        self.places["device"] |= set(makes)
+
+    def disturb(self) -> None:
+        """Free what is not needed any more, and drop or send away some of what is."""
+        later = {v for op in range(len(self.graph.ops)) if op not in self.has_run for v in self.graph.reads[op]}
+        later |= must_stay(self.graph)
+        for value in sorted(self.places["device"]):
+            roll = self.random.random()
+            if (value, "device") in self.flights:
+                if roll < 0.5:
+                    self.wait(value, "device")
+            elif value not in later and roll < 0.7:
+                if self.graph.maker[value] >= 0 or self.random.random() < 0.3:
+                    self.free(value, "device")
+            elif roll < self.wild / 2:
+                for place in AWAY:
+                    if value not in self.places[place] and self.random.random() < 0.6:
+                        self.copy(value, place, "device")
+                if self.random.random() < 0.5 and any(value in self.places[place] for place in AWAY):
+                    self.free(value, "device")
+            elif roll < self.wild and self.graph.maker[value] >= 0:
+                self.free(value, "device")
+        for place in AWAY:
+            for value in sorted(self.places[place]):
+                if self.random.random() < 0.1 and value in self.places["device"]:
+                    self.free(value, place)
+                elif value not in self.places["device"] and (value, place) not in self.flights:
+                    first = place == "host" or value not in self.places["host"]  # the host comes before the disk
+                    if first and self.random.random() < 0.1:
+                        self.copy(value, "device", place)
+
+    def settle(self, value: int, place: str) -> None:
+        """Wait for every copy that still needs this block."""
+        for (other, to), source in list(self.flights.items()):
+            if other == value and place in (to, source):
+                self.wait(value, to)
+
+    def free(self, value: int, place: str) -> None:
+        self.settle(value, place)
+        self.instructions.append(Free(value, place))  # type: ignore[arg-type]
+        self.places[place].remove(value)
+
+    def copy(self, value: int, to: str, source: str) -> None:
+        self.instructions.append(Copy(value, to))  # type: ignore[arg-type]
+        self.places[to].add(value)
+        self.flights[value, to] = source
+
+    def wait(self, value: int, place: str) -> None:
+        self.instructions.append(Wait(value, place))  # type: ignore[arg-type]
+        del self.flights[value, place]
+
+
+def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Program:
+    """The same valid program with an arena: first fit, except for what is at random, or must be, outside."""
+    outside = {
+        v for v in range(len(graph.values)) if graph.values[v].storage in graph.lasting_storages or v in graph.required
+    }
+    outside |= {v for v in range(len(graph.values)) if random.random() < 0.1}
+    for instruction in reversed(program.instructions):
+        for made, read in instruction.over if isinstance(instruction, Run) else ():
+            outside |= {read} if made in outside else set()
+    there: dict[Any, tuple[int, int]] = {("device", i.value): (-1, 0) for i in graph.inputs}
+    top = 64
+
+    def fit(key: Any, nbytes: int) -> int:
+        nonlocal top
+        offset = 0
+        while any(o < offset + nbytes and offset < o + n for o, n in there.values() if o >= 0):
+            offset += 64
+        top = max(top, offset + nbytes)
+        there[key] = (offset, nbytes)
+        return offset
+
+    instructions: list[Instruction] = []
+    for instruction in program.instructions:
+        match instruction:
+            case Free(value, "device"):
+                del there["device", value]
+            case Copy(value, "device"):
+                offset = -1
+                if value in outside:
+                    there["device", value] = (-1, 0)
+                else:
+                    offset = fit(("device", value), costs.nbytes[value])
+                instruction = Copy(value, "device", offset)
+            case Run(op, _, over, again):
+                at = []
+                for value in graph.makes_of(op, again=again):
+                    twice = ("device", value) in there
+                    if value in dict(over):
+                        at.append(there["device", dict(over)[value]][0])
+                    elif value in outside:
+                        at.append(-1)
+                        there["twice" if twice else "device", value] = (-1, 0)
+                    else:
+                        at.append(fit(("twice" if twice else "device", value), costs.nbytes[value]))
+                if costs.extra[op]:
+                    at.append(-1 if random.random() < 0.2 else fit(("twice", -1), costs.extra[op]))
+                there = {key: block for key, block in there.items() if key[0] == "device"}
+                for made, read in over:
+                    there["device", made] = there.pop(("device", read))
+                instruction = Run(op, tuple(at), over, again)
+        instructions.append(instruction)
+    return Program(program.graph, tuple(instructions), top + random.choice((0, 0, 64)))
+
+
+# ------------------------------------------------------------------------------------------------------ broken programs
+
+
+def break_program(random: Random, graph: Graph, program: Program) -> Program:
+    """The program with one thing dropped, doubled, moved or altered; now and then it is still valid."""
+    rows = list(program.instructions)
+    if not rows:
+        return dataclasses.replace(program, arena=program.arena + 64)
+    where, other = random.randrange(len(rows)), random.randrange(len(rows))
+    match random.choice(("drop", "double", "swap", "move", "neighbour", "alter", "alter", "alter", "arena", "new")):
+        case "drop":
+            del rows[where]
+        case "double":
+            rows.insert(other, rows[where])
+        case "swap":
+            rows[where], rows[other] = rows[other], rows[where]
+        case "move":
+            rows.insert(other, rows.pop(where))
+        case "neighbour":
+            rows[where : where + 2] = reversed(rows[where : where + 2])
+        case "alter":
+            rows[where] = _alter(random, graph, rows[where])
+        case "arena":
+            return dataclasses.replace(
+                program, arena=random.choice((0, 64, max(0, program.arena - 64), program.arena // 2))
+            )
+        case "new":
+            value, place = _any_value(random, graph), _any_place(random)
+            rows.insert(where, random.choice((Free(value, place), Copy(value, place), Wait(value, place))))
+    return dataclasses.replace(program, instructions=tuple(rows))
+
+
+def _any_value(random: Random, graph: Graph) -> int:
+    return random.randint(-1, len(graph.values)) if random.random() < 0.05 else random.randrange(len(graph.values))
+
+
+def _any_place(random: Random) -> Place:
+    return random.choice(("device", "host", "disk"))
+
+
+def _any_offset(random: Random) -> int:
+    return random.choice((-1, -1, 0, 64, 128, 192, 256, 320, 32, -64, 2**20))
+
+
+def _alter(random: Random, graph: Graph, row: Instruction) -> Instruction:
+    match row:
+        case Run(op, at, over, again):
+            pair = (_any_value(random, graph), _any_value(random, graph))
+            known = op in range(len(graph.ops))
+            likely = [(made, read) for made in graph.makes[op] for read in graph.reads[op]] if known else []
+            turned = list(at)
+            if turned:
+                turned[random.randrange(len(turned))] = _any_offset(random)
+            return random.choice(
+                (
+                    Run(op, at, over, not again),
+                    Run(random.choice((op + 1, op - 1)), at, over, again),
+                    Run(op, tuple(turned), over, again),
+                    Run(op, tuple(turned), over, again),
+                    Run(op, at[1:], over, again),
+                    Run(op, (*at, -1), over, again),
+                    Run(op, at, over[1:], again),
+                    Run(op, at, (*over, random.choice(likely or [pair])), again),
+                    Run(op, at, (*over, random.choice(likely or [pair])), again),
+                    Run(op, at, (*over, pair), again),
+                )
+            )
+        case Free(value, place):
+            return random.choice((Free(_any_value(random, graph), place), Free(value, _any_place(random))))
+        case Wait(value, place):
+            return random.choice((Wait(_any_value(random, graph), place), Wait(value, _any_place(random))))
+        case Copy(value, to, at):
+            return random.choice(
+                (
+                    Copy(_any_value(random, graph), to, at),
+                    Copy(value, _any_place(random), at),
+                    Copy(value, to, _any_offset(random)),
+                )
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A graph, its costs and a valid program for it; `seed` makes more of them."""
+
+    size: int
+    seed: int
+    graph: Graph = dataclasses.field(repr=False)
+    costs: Costs = dataclasses.field(repr=False)
+    program: Program = dataclasses.field(repr=False)
+
+    def broken(self, count: int) -> list[Program]:
+        """Programs that were broken once or twice."""
+        random = Random(f"{self.seed} broken")
+        once = [break_program(random, self.graph, self.program) for _ in range(count)]
+        return [break_program(random, self.graph, p) if random.random() < 0.2 else p for p in once]
+
+
+def make_case(size: int, seed: int) -> Case:
+    """The case with this size and seed."""
+    random = Random(seed)
+    graph = make_graph(random, size)
+    costs = make_costs(random, graph)
+    program = make_program(random, graph, costs, wild=random.choice((0.0, 0.2, 0.4, 0.6)))
+    if random.random() < 0.6:
+        program = lay_out(random, graph, costs, program)
+    return Case(size, seed, graph, costs, program)
+
+
+def cases(max_size: int = 10) -> st.SearchStrategy[Case]:
+    """Cases of up to `max_size` ops."""
+    return st.builds(make_case, st.integers(1, max_size), st.integers(0, 2**32 - 1))
