@@ -149,9 +149,7 @@ def plain_loop_note(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     left = [key for key in ("foreach", "fused") if any(group.get(key, 0) is None for group in optimizer.param_groups)]
     if not left:
         return ()
-    return (
-        f"{type(optimizer).__name__} was left to choose {' or '.join(left)}: it runs as the plain loop over parameters.",
-    )
+    return (f"{type(optimizer).__name__} was left to choose {' or '.join(left)}: it runs as the plain loop.",)
 
 
 def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

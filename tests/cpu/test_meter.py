@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide import allocator, files
+from lowtide import allocator, files, native
 from lowtide.allocator import build
 from lowtide.errors import LowtideError, UsageError
 
@@ -597,7 +597,7 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (library,) = cache.iterdir()
     made = library.stat().st_mtime_ns
     monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
-    build._compile_or_reuse()
+    build._library()
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [made]
 
 
@@ -612,9 +612,9 @@ def test_no_compiler(tmp_path: Path) -> None:
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "g++ -include nowhere.h")
-    with pytest.raises(allocator.AllocatorUnavailable, match=r"did not compile.*\n.*nowhere.h") as caught:
-        build._compile_or_reuse()
-    assert caught.value.hint == build.INSTALL
+    with pytest.raises(native.NativeUnavailable, match=r"did not compile.*\n.*nowhere.h") as caught:
+        build._library()
+    assert caught.value.hint == native.INSTALL
     assert list(tmp_path.iterdir()) == []
 
 
@@ -628,10 +628,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
-    compiler = build._compiler()
-    name = build._file_name(build._command(compiler), build._run([*compiler, "--version"]).stdout)
-    (tmp_path / name).write_text("no library")
-    build._compile_or_reuse()
+    assert finish(start(tmp_path)) == (0, "")
+    (made,) = tmp_path.iterdir()
+    name = made.name
+    made.write_text("no library")
+    build._library()
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).stat().st_size > 10_000
 

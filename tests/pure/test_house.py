@@ -16,16 +16,16 @@ PACKAGE = "lowtide"
 
 # The map of the house. Every file and folder of the package has its place here, and in CONTRIBUTING.md.
 NOUNS = {"graph", "costs", "program", "simulate", "check", "errors", "files", "tree", "captured"}
-INSTRUMENTS = {"allocator", "kernels"}
+INSTRUMENTS = {"allocator", "kernels", "native"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
 DOORS = {"__init__", "fit", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"plan", "report"}
+WITHOUT_TORCH = NOUNS | {"native", "plan", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
-    **dict.fromkeys(INSTRUMENTS, NOUNS),
+    **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),
     **dict.fromkeys(VERBS, NOUNS | INSTRUMENTS),
     **dict.fromkeys(MODELS, NOUNS),
     **dict.fromkeys(DOORS, NOUNS | INSTRUMENTS | VERBS | MODELS | DOORS),
