@@ -94,6 +94,23 @@ class Program:
         return program
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A program with what it promises."""
+
+    program: Program
+    budget: int | None  # bytes of the whole step; None: as little as needed without recomputation
+    peak: int  # bytes, predicted
+    seconds: float  # of one step, predicted
+    base_seconds: float  # of the step without recomputation
+    planning_seconds: float
+
+    @property
+    def overhead(self) -> float:
+        """The extra time as a fraction of the step's seconds without recomputation."""
+        return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+
 def show(instruction: Instruction, graph: Graph) -> str:
     """One instruction as a line."""
     match instruction:

@@ -2,6 +2,58 @@
 
 from __future__ import annotations
 
-from lowtide.plan.keep import as_eager, keep_everything
+import time
+from collections.abc import Callable
 
-__all__ = ["as_eager", "keep_everything"]
+from lowtide.check import check
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+from lowtide.plan.emit import emit
+from lowtide.plan.infeasible import explain
+from lowtide.plan.keep import as_eager, keep_everything
+from lowtide.plan.order import captured_order, early_updates
+from lowtide.plan.problem import problem
+from lowtide.plan.recompute import recompute
+from lowtide.program import Plan
+from lowtide.simulate import simulate
+
+__all__ = ["as_eager", "keep_everything", "plan"]
+
+TIME_LIMIT = 6.0  # seconds of search
+
+
+def plan(
+    graph: Graph,
+    costs: Costs,
+    budget: int | None = None,
+    *,
+    time_limit: float = TIME_LIMIT,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> Plan:
+    """The quickest program within the budget that can be found in the time; without a budget nothing runs twice."""
+    begun = time.monotonic()
+    arrays = problem(graph, costs)
+    orders = sorted((captured_order(graph), early_updates(graph)), key=arrays.peak)
+    sequence, target = orders[0], budget
+    while True:
+        if target is not None and arrays.peak(sequence) > target:
+            found = recompute(arrays, orders, target, until=begun + time_limit, seed=seed, progress=progress)
+            if found.sequence is None:
+                raise explain(arrays, budget or 0, found.least_peak)
+            sequence = found.sequence
+        program = emit(arrays, sequence)
+        simulation = simulate(graph, costs, program)
+        if budget is None or target is None or simulation.peak <= budget:
+            break
+        # Saved states of the random generator are not in the arrays: aim lower by what they take.
+        target -= simulation.peak - budget
+    check(graph, costs, program, budget=budget)
+    return Plan(
+        program=program,
+        budget=budget,
+        peak=simulation.peak,
+        seconds=simulation.seconds,
+        base_seconds=arrays.time(orders[0]),
+        planning_seconds=time.monotonic() - begun,
+    )

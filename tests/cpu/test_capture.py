@@ -682,3 +682,24 @@ def test_a_batch_of_another_shape_and_a_change_of_mode() -> None:
         run(x, y)
     model[0].weight.requires_grad_(True)
     assert_same(everything(build()[1], build()[2]), everything(model, optimizer))
+
+
+def test_hugging_face_outputs_come_back_whole() -> None:
+    pytest.importorskip("transformers")
+    build = models.build
+
+    def step(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> Any:
+        output = model(**batch)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return output
+
+    def recipe_of() -> Any:
+        _, model, optimizer, example = build(models.SMALL["hf-bert"])
+        return step, model, optimizer, example
+
+    train = assert_exact(recipe_of, steps=2)
+    output = train(*recipe_of()[3])
+    assert type(output).__name__ == "MaskedLMOutput"
+    assert output["logits"] is output.logits

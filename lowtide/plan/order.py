@@ -1,0 +1,70 @@
+"""Order: the captured one, with every update right after what it needs, so that gradients go early.
+
+With global clipping an update needs every gradient, and the order says so by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lowtide.graph import Graph
+from lowtide.plan.problem import Ints
+
+
+def captured_order(graph: Graph) -> Ints:
+    """The order in which eager ran the ops."""
+    return np.arange(len(graph.ops), dtype=np.int64)
+
+
+def early_updates(graph: Graph) -> Ints:
+    """The captured order, but each op of the optimizer as soon as its arguments are there and unread elsewhere."""
+    waits = _waits(graph)
+    # What the optimizer does to its own state alone could run at any time; it runs when something waits for it.
+    idle: set[int] = set()
+    for op, before in enumerate(waits):
+        if graph.ops[op].phase == "update" and before <= idle:
+            idle.add(op)
+    missing = [len(before - idle) for before in waits]
+    followers: list[list[int]] = [[] for _ in graph.ops]
+    for op, before in enumerate(waits):
+        for other in before - idle:
+            followers[other].append(op)
+    order: list[int] = []
+    done = [False] * len(graph.ops)
+
+    def emit(first: int) -> None:
+        stack = [first]
+        while stack:
+            op = stack.pop()
+            lacking = [other for other in sorted(waits[op] & idle, reverse=True) if not done[other]]
+            if lacking:
+                stack += [op, *lacking]
+                continue
+            if done[op]:
+                continue
+            done[op] = True
+            order.append(op)
+            for other in followers[op]:
+                missing[other] -= 1
+            ready = [other for other in followers[op] if not missing[other] and graph.ops[other].phase == "update"]
+            stack += reversed(ready)
+
+    for op in range(len(graph.ops)):
+        if not done[op]:
+            emit(op)
+    return np.array(order, dtype=np.int64)
+
+
+def _waits(graph: Graph) -> list[set[int]]:
+    """For each op those that must run before it: makers of what it reads, readers of what it writes over, draws."""
+    waits: list[set[int]] = []
+    last_draw = -1
+    for index, op in enumerate(graph.ops):
+        before = {graph.maker[value] for value in graph.reads[index]}
+        for _, old in op.updates:
+            before |= {reader for reader in graph.readers[old] if reader < index}
+        if op.random:
+            before.add(last_draw)
+            last_draw = index
+        waits.append(before - {-1, index})
+    return waits

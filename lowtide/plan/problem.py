@@ -1,0 +1,158 @@
+"""A graph and its costs as arrays: what the planner's inner loops work on."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lowtide import native
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+
+SOURCE = Path(__file__).with_name("search.cpp")
+INT, REAL = ctypes.c_int64, ctypes.c_double
+INTS, REALS = ctypes.POINTER(INT), ctypes.POINTER(REAL)
+
+
+class _Problem(ctypes.Structure):
+    """The struct of the same name in search.cpp."""
+
+    _fields_ = [
+        ("ops", INT),
+        ("values", INT),
+        *((name, INTS) for name in ("read_start", "reads", "make_start", "makes")),
+        *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
+        ("seconds", REALS),
+        *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("required", "pinned", "repeatable")),
+    ]
+
+
+PROBLEM = ctypes.POINTER(_Problem)
+SIGNATURES: native.Signatures = {
+    "lowtide_profile": ([PROBLEM, INTS, INT, INTS], INT),
+    "lowtide_shave": ([PROBLEM, INTS, INT, INT, INT, INT, REAL, REALS, INT, REAL, INT, INTS], INT),
+    "lowtide_delete": ([PROBLEM, INTS, INT, INTS, INT, INT], INT),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What may run when, and what it costs; bytes that are there all the time are in `stays`, not in `nbytes`."""
+
+    graph: Graph
+    costs: Costs
+    stays: int  # bytes of the inputs
+    read_start: Ints
+    reads: Ints
+    make_start: Ints
+    makes: Ints
+    over_start: Ints
+    over_made: Ints
+    over_read: Ints
+    nbytes: Ints
+    maker: Ints
+    killer: Ints
+    extra: Ints
+    seconds: Floats
+    required: Bytes
+    pinned: Bytes
+    repeatable: Bytes
+
+    @cached_property
+    def library(self) -> ctypes.CDLL:
+        """The compiled inner loops."""
+        return native.library(SOURCE, SIGNATURES, what="the planner")
+
+    @cached_property
+    def struct(self) -> _Problem:
+        """The arrays as the inner loops read them."""
+        arrays = [self.read_start, self.reads, self.make_start, self.makes, self.over_start, self.over_made]
+        arrays += [self.over_read, self.nbytes, self.maker, self.killer, self.extra]
+        flags = (self.required, self.pinned, self.repeatable)
+        return _Problem(
+            len(self.graph.ops),
+            len(self.graph.values),
+            *(array.ctypes.data_as(INTS) for array in arrays),
+            self.seconds.ctypes.data_as(REALS),
+            *(array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)) for array in flags),
+        )
+
+    def peak(self, sequence: Ints) -> int:
+        """The most bytes in use, those that stay included, when the ops run in this sequence."""
+        return self.stays + int(self.profile(sequence).max(initial=0))
+
+    def profile(self, sequence: Ints) -> Ints:
+        """The bytes in use during each run, without those that stay."""
+        bytes_ = np.zeros(len(sequence), np.int64)
+        self.library.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_))
+        return bytes_
+
+    def time(self, sequence: Ints) -> float:
+        """The seconds of all runs."""
+        return float(self.seconds[sequence].sum())
+
+
+def ints(array: Ints) -> Any:
+    """The address of an array of integers."""
+    return array.ctypes.data_as(INTS)
+
+
+def problem(graph: Graph, costs: Costs) -> Problem:
+    """The arrays of a graph with its costs."""
+    lasting = graph.lasting_storages
+    killer = np.full(len(graph.values), -1, np.int64)
+    pairs: list[list[tuple[int, int]]] = []
+    reads = []
+    for index, op in enumerate(graph.ops):
+        # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept.
+        reads.append(graph.reads_of(index, again=op.detachable))
+        if not op.detachable:
+            for _, old in graph.effects[index]:
+                killer[old] = index
+        candidates = [pair for pair in op.updates if pair not in graph.effects[index]]
+        candidates += [
+            pair
+            for pair in costs.in_place[index]
+            if graph.values[pair[1]].storage not in lasting and pair not in candidates
+        ]
+        pairs.append([(made, read) for made, read in candidates if costs.nbytes[made] == costs.nbytes[read]])
+    nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
+    read_start, flat_reads = _ragged(reads)
+    make_start, flat_makes = _ragged(graph.makes)
+    over_start, _ = _ragged(pairs)
+    return Problem(
+        graph=graph,
+        costs=costs,
+        stays=sum(costs.nbytes[item.value] for item in graph.inputs),
+        read_start=read_start,
+        reads=flat_reads,
+        make_start=make_start,
+        makes=flat_makes,
+        over_start=over_start,
+        over_made=np.array([made for rows in pairs for made, _ in rows], np.int64),
+        over_read=np.array([read for rows in pairs for _, read in rows], np.int64),
+        nbytes=np.array(nbytes, np.int64),
+        maker=np.array(graph.maker, np.int64),
+        killer=killer,
+        extra=np.array(costs.extra, np.int64),
+        seconds=np.array(costs.seconds, np.float64),
+        required=np.array([value in graph.required for value in range(len(graph.values))], np.uint8),
+        pinned=np.array([bool(graph.effects[i]) or op.random for i, op in enumerate(graph.ops)], np.uint8),
+        repeatable=np.array([graph.repeatable(i) for i in range(len(graph.ops))], np.uint8),
+    )
+
+
+def _ragged(rows: Any) -> tuple[Ints, Ints]:
+    start = np.zeros(len(rows) + 1, np.int64)
+    start[1:] = np.cumsum([len(row) for row in rows])
+    return start, np.array([item for row in rows for item in row], np.int64).reshape(-1)
