@@ -20,8 +20,8 @@ from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
-from lowtide.plan import as_eager, keep_everything
-from lowtide.program import Copy, Free, Program, Run, Wait
+from lowtide.plan import as_eager, keep_everything, plan
+from lowtide.program import Copy, Free, Plan, Program, Run, Wait
 from lowtide.simulate import Simulation, simulate
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Free",
     "Graph",
     "LowtideError",
+    "Plan",
     "Program",
     "ProgramError",
     "Run",
@@ -51,6 +52,7 @@ __all__ = [
     "keep_everything",
     "measure",
     "meter",
+    "plan",
     "roofline",
     "simulate",
 ]

@@ -1,17 +1,18 @@
-"""The front door: a training step in, the same step as a program out."""
+"""The front door: a training step and a budget in, the same step within the budget out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.measure import measure
-from lowtide.plan import keep_everything
-from lowtide.program import Program
+from lowtide.plan import TIME_LIMIT, as_eager, keep_everything, plan
+from lowtide.program import Plan, Program
 from lowtide.simulate import simulate
 
 
@@ -19,9 +20,17 @@ class Fitted:
     """A training step that runs by its program; call it with a batch as you would call the step."""
 
     def __init__(
-        self, step: Callable[..., Any], model: Any, optimizer: Any, example: tuple[Any, ...], budget: int | None
+        self,
+        step: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        example: tuple[Any, ...],
+        budget: int | str | None,
+        time_limit: float,
     ) -> None:
-        self._step, self._model, self._optimizer, self._budget = step, model, optimizer, budget
+        self._step, self._model, self._optimizer = step, model, optimizer
+        self._budget, self._time_limit = budget, time_limit
+        self._plans: dict[int, Plan] = {}  # id of the runner -> its plan, where there is a budget
         self._runners = [self._make(example)]
 
     def __call__(self, *batch: Any) -> Any:
@@ -47,9 +56,14 @@ class Fitted:
         return self._runners[0].captured
 
     @property
-    def plan(self) -> Program:
+    def program(self) -> Program:
         """The program, as it last ran."""
         return self._runners[0].program
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the program promises, as it last ran; None where no budget was given."""
+        return self._plans.get(id(self._runners[0]))
 
     @property
     def source(self) -> str:
@@ -58,17 +72,16 @@ class Fitted:
 
     def _make(self, batch: tuple[Any, ...]) -> Runner:
         captured = capture(self._step, self._model, self._optimizer, batch)
-        program = keep_everything(captured.graph)
-        if self._budget is not None:
-            costs = measure(captured.graph)
-            peak = simulate(captured.graph, costs, program).peak
-            if peak > self._budget:
-                raise BudgetError(
-                    f"the step needs {peak} bytes as it is, the budget is {self._budget}: "
-                    f"{peak - self._budget} too few.",
-                    hint="raise the budget, or lower the batch size.",
-                )
-        return execute(captured, program)
+        graph = captured.graph
+        if self._budget is None:
+            return execute(captured, keep_everything(graph))
+        costs = measure(graph)
+        stays = sum(costs.nbytes[item.value] for item in graph.inputs if item.stays)
+        budget = read_budget(self._budget, stays=stays, eager_peak=simulate(graph, costs, as_eager(graph)).peak)
+        found = plan(graph, costs, budget, time_limit=self._time_limit)
+        runner = execute(captured, found.program)
+        self._plans[id(runner)] = found
+        return runner
 
 
 def fit(
@@ -77,7 +90,12 @@ def fit(
     optimizer: Any = None,
     *,
     example: tuple[Any, ...],
-    budget: int | None = None,
+    budget: int | str | None = None,
+    time_limit: float = TIME_LIMIT,
 ) -> Fitted:
-    """Capture `step(model, optimizer, *example)` and return it as a step that runs by its program."""
-    return Fitted(step, model, optimizer, example, budget)
+    """Return `step` as a step that does the same arithmetic and never holds more than the budget.
+
+    The budget is the peak of the whole step in bytes, "2GiB", or "50%": what stays between steps and half of what
+    eager's step adds to it. Without one the step runs as captured. `time_limit` is the seconds of planning.
+    """
+    return Fitted(step, model, optimizer, example, budget, time_limit)

@@ -103,7 +103,13 @@ class Plan:
     peak: int  # bytes, predicted
     seconds: float  # of one step, predicted
     base_seconds: float  # of the step without recomputation
+    bound_seconds: float  # of one step: no program within the budget is quicker
     planning_seconds: float
+
+    @property
+    def bound(self) -> float:
+        """The least overhead that any program within the budget can have, as the same fraction."""
+        return self.bound_seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 
     @property
     def overhead(self) -> float:

@@ -116,16 +116,17 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     for index, op in enumerate(graph.ops):
         # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept.
         reads.append(graph.reads_of(index, again=op.detachable))
-        if not op.detachable:
-            for _, old in graph.effects[index]:
-                killer[old] = index
-        candidates = [pair for pair in op.updates if pair not in graph.effects[index]]
-        candidates += [
-            pair
-            for pair in costs.in_place[index]
-            if graph.values[pair[1]].storage not in lasting and pair not in candidates
-        ]
-        pairs.append([(made, read) for made, read in candidates if costs.nbytes[made] == costs.nbytes[read]])
+        for _, old in graph.effects[index]:
+            killer[old] = index
+        candidates = dict.fromkeys((*op.updates, *costs.in_place[index]))
+        pairs.append(
+            [
+                (made, read)
+                for made, read in candidates
+                if costs.nbytes[made] == costs.nbytes[read]
+                and not {graph.values[made].storage, graph.values[read].storage} & lasting
+            ]
+        )
     nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
     read_start, flat_reads = _ragged(reads)
     make_start, flat_makes = _ragged(graph.makes)

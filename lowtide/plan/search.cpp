@@ -32,7 +32,7 @@ struct Profile {
   std::vector<Int> bytes;   // in use while the op at each place runs
   std::vector<Int> saved;   // bytes that are saved there because a result sits on a dying argument
   std::vector<Byte> alive;
-  std::vector<Int> change, made;
+  std::vector<Int> change, made, used;
 
   Int measure(const Problem &g, const std::vector<Int> &sequence) {
     const Int length = (Int)sequence.size();
@@ -66,12 +66,14 @@ struct Profile {
   // Called when `alive` says what is alive right after the op: arguments that are not are dying.
   Int saving(const Problem &g, Int op) {
     Int total = 0;
+    used.clear();
     for (Int k = g.over_start[op]; k < g.over_start[op + 1]; ++k) {
       if (alive[g.over_read[k]]) continue;
       bool taken = false;
-      for (Int j = g.over_start[op]; j < k; ++j)
-        taken |= !alive[g.over_read[j]] && (g.over_read[j] == g.over_read[k] || g.over_made[j] == g.over_made[k]);
-      if (!taken) total += g.bytes[g.over_made[k]];
+      for (Int j : used) taken |= g.over_read[j] == g.over_read[k] || g.over_made[j] == g.over_made[k];
+      if (taken) continue;
+      used.push_back(k);
+      total += g.bytes[g.over_made[k]];
     }
     return total;
   }

@@ -51,12 +51,15 @@ def assert_exact(
     batches: Iterable[tuple[Any, ...]] | None = None,
     between: Callable[[Any, Any], None] | None = None,
     program: Callable[[lowtide.Graph], lowtide.Program] | None = None,
+    budget: int | str | None = None,
 ) -> Any:
     """Train twice, with and without lowtide, and compare everything after every step; return the fitted step."""
     step, model, optimizer, example = recipe()
     mirrored_step, mirror, mirrored_optimizer, _ = recipe()
     if program is None:
-        train: Any = lowtide.fit(mirrored_step, mirror, mirrored_optimizer, example=example)
+        train: Any = lowtide.fit(
+            mirrored_step, mirror, mirrored_optimizer, example=example, budget=budget, time_limit=0.3
+        )
     else:
         captured = lowtide.capture(mirrored_step, mirror, mirrored_optimizer, example)
         train = lowtide.execute(captured, program(captured.graph))

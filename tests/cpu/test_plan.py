@@ -1,0 +1,72 @@
+"""A budget is kept: the metered peak is the planned one, at most the budget, and the results are eager's to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from test_capture import IMAGES, convolutional, plain, recipe
+from twins import assert_exact
+
+import lowtide
+from lowtide import models
+
+
+def metered_peak(train: lowtide.Fitted, example: tuple[object, ...]) -> int:
+    """The whole step's peak in bytes: what stays, and what the meter saw."""
+    for _ in range(2):
+        train(*example)
+    with lowtide.meter() as meter:
+        train(*example)
+    graph = train.captured.graph
+    return sum(graph.values[item.value].nbytes for item in graph.inputs if item.stays) + meter.peak
+
+
+@pytest.mark.parametrize("budget", ["70%", "50%"])
+@pytest.mark.parametrize("name", models.SMALL)
+def test_every_model_keeps_its_budget_exactly(name: str, budget: str) -> None:
+    target = models.SMALL[name]
+    try:
+        train = assert_exact(lambda: models.build(target), steps=3, budget=budget)
+    except lowtide.BudgetError as error:
+        least = int(str(error).split("hint: a budget of ")[1].split(" ")[0].replace(",", ""))
+        train = assert_exact(lambda: models.build(target), steps=3, budget=least)
+    assert train.plan is not None
+    assert train.plan.peak <= train.plan.budget
+    found = metered_peak(train, models.build(target)[3])
+    assert found <= train.plan.budget * 1.005
+    assert found == pytest.approx(train.plan.peak, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("target", "repeated"),
+    [
+        ("gpt:layers=4,width=64,context=64,vocabulary=64,batch=4", "aten.bernoulli_.float"),
+        ("resnet:stages=2-2-2-2,width=16,batch=8,size=64,classes=10", "aten.native_batch_norm.default"),
+    ],
+)
+def test_a_tight_budget_repeats_random_ops_and_batch_norm(target: str, repeated: str) -> None:
+    train = assert_exact(lambda: models.build(target), steps=3, budget="30%")
+    again = {
+        train.captured.graph.ops[item.op].target
+        for item in train.program.instructions
+        if isinstance(item, lowtide.Run) and item.again
+    }
+    assert repeated in again
+    assert metered_peak(train, models.build(target)[3]) <= train.plan.budget
+
+
+def test_a_budget_that_nothing_fits_names_the_values() -> None:
+    step, model, optimizer, example = models.build(models.SMALL["gpt"])
+    with pytest.raises(
+        lowtide.BudgetError, match=r"(?s)no plan found within 5,000 bytes.*needs these together"
+    ) as caught:
+        lowtide.fit(step, model, optimizer, example=example, budget=5000)
+    assert "lowtide/models" in str(caught.value)
+    assert not optimizer.state
+
+
+def test_another_batch_size_is_planned_within_the_same_budget() -> None:
+    build = recipe(plain, convolutional, example=IMAGES)
+    x, y = build()[3]
+    train = assert_exact(build, batches=[(x, y), (x[:2], y[:2]), (x, y)], budget="1MB")
+    assert len(train._runners) == 2
+    assert all(found.peak <= 1_000_000 for found in train._plans.values())

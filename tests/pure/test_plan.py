@@ -1,0 +1,197 @@
+"""The planner: every plan is valid and keeps its budget; the bound and the plan enclose the brute-force optimum."""
+
+from __future__ import annotations
+
+import heapq
+from random import Random
+
+import numpy as np
+import pytest
+from graphs import Case, cases
+from hypothesis import given, settings
+
+from lowtide.budget import read_budget
+from lowtide.check import check
+from lowtide.costs import Costs, declared
+from lowtide.errors import BudgetError, UsageError
+from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
+from lowtide.plan import plan
+from lowtide.plan.cut import Turn
+from lowtide.plan.emit import emit
+from lowtide.plan.infeasible import floor
+from lowtide.plan.order import captured_order, early_updates
+from lowtide.plan.problem import problem
+from lowtide.plan.recompute import delete, shave
+from lowtide.program import Run
+from lowtide.simulate import simulate
+
+MANY = settings(max_examples=400, derandomize=True, deadline=None)
+
+
+def assert_peak(case: Case, sequence: np.ndarray) -> None:
+    """The program of a sequence is valid, and its peak is the one that the arrays predict.
+
+    Two things are not in the arrays: inputs that the step uses up count as staying, and saved generator states as none.
+    """
+    arrays = problem(case.graph, case.costs)
+    program = emit(arrays, sequence)
+    found = check(case.graph, case.costs, program)
+    assert found == simulate(case.graph, case.costs, program).peak
+    ops = [int(op) for op in sequence]
+    states = 2 * sum(case.graph.generator_bytes for op in set(ops) if case.graph.ops[op].random and ops.count(op) > 1)
+    assert found <= arrays.peak(sequence) + states
+    if all(item.stays for item in case.graph.inputs):
+        assert found >= arrays.peak(sequence)
+
+
+@MANY
+@given(cases())
+def test_orders_are_valid_and_their_peaks_are_those_of_the_simulator(case: Case) -> None:
+    for order in (captured_order(case.graph), early_updates(case.graph)):
+        assert sorted(order) == list(range(len(case.graph.ops)))
+        assert_peak(case, order)
+
+
+@MANY
+@given(cases())
+def test_shaving_and_deleting_keep_a_sequence_valid(case: Case) -> None:
+    arrays = problem(case.graph, case.costs)
+    order = captured_order(case.graph)
+    high, low = arrays.peak(order), floor(arrays)[0]
+    for part in (0.0, 0.3, 0.6, 0.9):
+        budget = int(low + part * (high - low))
+        for batch in (1, 4):
+            shaved, peak = shave(arrays, order, budget, batch=batch)
+            assert peak == arrays.peak(shaved)
+            for sequence in (shaved, delete(arrays, shaved, max(budget, peak))):
+                assert arrays.peak(sequence) <= max(budget, peak)
+                assert arrays.time(sequence) <= arrays.time(shaved)
+                assert_peak(case, sequence)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(cases())
+def test_a_plan_keeps_its_budget_or_says_what_would_fit(case: Case) -> None:
+    arrays = problem(case.graph, case.costs)
+    high, low = arrays.peak(captured_order(case.graph)), floor(arrays)[0]
+    for budget in {low, (low + high) // 2, high}:
+        try:
+            found = plan(case.graph, case.costs, budget, time_limit=0.02)
+        except BudgetError:
+            assert budget < high, "what needs no recomputation always fits"
+            continue
+        assert found.peak <= budget
+        assert found.peak == check(case.graph, case.costs, found.program, budget=budget)
+        assert found.bound <= found.overhead + 1e-9
+
+
+def training_chain(length: int, random: Random | None = None) -> tuple[Graph, Costs]:
+    """A chain of `length` ops and its backward, which reads the chain's values in reverse; sizes 64 unless random."""
+    values = [Value("x", 0, "batch", 0)]
+    ops: list[Op] = []
+
+    def add(name: str, reads: tuple[int, ...], phase: Phase) -> int:
+        size = 64 if random is None else 64 * random.randint(1, 3)
+        values.append(Value(name, size, "activation", len(values), shape=(size,), stride=(1,)))
+        ops.append(Op(name, "made.up.op", tuple(Read(v) for v in reads), outputs=(len(values) - 1,), phase=phase))
+        return len(values) - 1
+
+    states = [0]
+    for step in range(length):
+        extra = (random.choice(states),) if random is not None and random.random() < 0.4 else ()
+        states.append(add(f"f{step}", tuple(dict.fromkeys((states[-1], *extra))), "forward"))
+    gradient = add("loss", (states[-1],), "backward")
+    for step in reversed(range(1, length)):
+        gradient = add(f"b{step}", (gradient, states[step]), "backward")
+    graph = Graph(tuple(ops), tuple(values), (Input(0, (0,)),), (Output(gradient, "result", ()),))
+    costs = declared(graph)
+    if random is not None:
+        seconds = tuple(float(random.randint(1, 4)) for _ in ops)
+        costs = Costs(graph.fingerprint, seconds, costs.extra, costs.nbytes, costs.in_place, "roofline", "unit")
+    return graph, costs
+
+
+def least_seconds(graph: Graph, costs: Costs, budget: int) -> float | None:
+    """The quickest program within the budget, by trying every one: shortest paths over what is there and has run."""
+    wanted = graph.required
+    start = (frozenset[int](), frozenset[int]())
+    queue: list[tuple[float, int, tuple[frozenset[int], frozenset[int]]]] = [(0.0, 0, start)]
+    best = {start: 0.0}
+    count = 0
+    while queue:
+        seconds, _, (present, ran) = heapq.heappop(queue)
+        if wanted <= present:
+            return seconds
+        if best[present, ran] < seconds:
+            continue
+        steps: list[tuple[float, frozenset[int], frozenset[int]]] = []
+        for op, reads in enumerate(graph.reads):
+            if all(read == 0 or read in present for read in reads):
+                after = present | set(graph.makes[op])
+                if sum(costs.nbytes[value] for value in after) <= budget:
+                    steps.append((seconds + costs.seconds[op], after, ran))
+        steps += [(seconds, present - {value}, ran) for value in present]
+        for took, there, done in steps:
+            if took < best.get((there, done), float("inf")):
+                best[there, done] = took
+                count += 1
+                heapq.heappush(queue, (took, count, (there, done)))
+    return None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bound_and_plan_enclose_the_optimum(seed: int) -> None:
+    random = Random(seed)
+    graph, costs = training_chain(random.randint(3, 5), random)
+    arrays = problem(graph, costs)
+    high, low = arrays.peak(captured_order(graph)), floor(arrays)[0]
+    base = sum(costs.seconds)
+    for budget in range(low, high + 64, 64):
+        optimum = least_seconds(graph, costs, budget)
+        bound, _ = Turn(arrays, captured_order(graph)).search(budget)
+        if optimum is None:
+            with pytest.raises(BudgetError):
+                plan(graph, costs, budget, time_limit=0.05)
+            continue
+        assert base + bound <= optimum + 1e-6
+        found = plan(graph, costs, budget, time_limit=0.1)
+        assert found.seconds >= optimum - 1e-9
+        assert found.seconds == pytest.approx(optimum), (seed, budget)
+
+
+def test_a_chain_recomputes_at_most_one_forward_in_two_square_roots_of_its_bytes() -> None:
+    graph, costs = training_chain(100)
+    found = plan(graph, costs, 64 * 21, time_limit=2)
+    forwards = sum(
+        graph.ops[item.op].phase == "forward" for item in found.program.instructions if isinstance(item, Run)
+    )
+    assert found.peak <= 64 * 21
+    assert forwards <= 2 * 100
+
+
+def test_the_least_budget_that_an_error_names_can_be_planned() -> None:
+    graph, costs = training_chain(40)
+    with pytest.raises(BudgetError, match="needs these together") as caught:
+        plan(graph, costs, 64 * 2, time_limit=0.2)
+    named = int(str(caught.value).split("a budget of ")[1].split(" ")[0].replace(",", ""))
+    assert plan(graph, costs, named, time_limit=0.2).peak <= named
+
+
+def test_a_seed_gives_the_same_plan_while_the_search_is_off() -> None:
+    graph, costs = training_chain(30)
+    one, other = (plan(graph, costs, 64 * 12, time_limit=0, seed=3).program for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(1000, 1000), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000), ("50%", 300), ("0%", 100), ("8k", 8192)],
+)
+def test_budgets_as_people_write_them(text: int | str, nbytes: int) -> None:
+    assert read_budget(text, stays=100, eager_peak=500) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3GiB", "5 parsecs", "1e9x", 0, "0", True])
+def test_what_is_no_budget(text: int | str) -> None:
+    with pytest.raises(UsageError, match="budget"):
+        read_budget(text, stays=100, eager_peak=500)
