@@ -226,7 +226,7 @@ class _Trace:
         for name in self.parameters:
             gradient = self.tensors[name].grad
             if gradient is not None:
-                self.recorder.mark_gradient(gradient)
+                self.recorder.books.mark_gradient(gradient)
 
     def _assemble(
         self,
@@ -249,17 +249,18 @@ class _Trace:
             else:
                 bound.append((leaf,))
         left_on: dict[str, int] = {}  # parameter -> storage of the gradient that it is left with
-        lasting = {recorder.values[item.value].storage for item in inputs}
+        lasting = {recorder.books.values[item.value].storage for item in inputs}
         for name, gradient in left.items():
             if gradient is not None:
-                read = recorder.read(gradient)
-                left_on[name] = recorder.values[read.value].storage
+                read = recorder.books.read(gradient)
+                left_on[name] = recorder.books.values[read.value].storage
                 if left_on[name] not in lasting:
                     outputs.append(Output(read.value, "gradient", (name,), read.view))
         for name, tensor in rebound.items():
             read = recorder.read_any(tensor)
             outputs.append(Output(read.value, "buffer", (name,), read.view))
-        ops, values, views = recorder.finish()
+        ops = tuple(recorder.ops)
+        values, views = recorder.books.finish()
         inputs = inputs + [Input(value, (place,)) for place, value in enumerate(recorder.constant_values)]
         read_by_ops = {value for op in ops for value in op.reads} | {output.value for output in outputs}
         optional = ("gradient", "state", "scalar")

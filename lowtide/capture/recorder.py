@@ -7,16 +7,14 @@ value; a call that returns a view of a storage is no op but a way to read it.
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections import Counter
 from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.capture.books import Books
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.scalars import ScalarNode, refuse_data
 from lowtide.capture.stand_in import fake_like
@@ -35,57 +33,31 @@ ACCUMULATES = 2**64 - 1  # the sequence number of autograd's AccumulateGrad node
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-class _Storage:
-    """One storage: its present value, and how many tensors are alive on it."""
-
-    def __init__(self, number: int, weak: StorageWeakRef, value: int, base: torch.Tensor) -> None:
-        self.number = number
-        self.weak = weak  # keeps the address from being used again
-        self.value = value
-        self.alive = 0
-        self.meta = (tuple(base.shape), tuple(base.stride()), base.dtype)
-
-
-class _Handle:
-    """One tensor object: the storage that it is on and the view through which it sees it."""
-
-    def __init__(self, storage: _Storage, view: int | None, weak: weakref.ref[Any]) -> None:
-        self.storage = storage
-        self.view = view
-        self.weak = weak
-
-
 class Recorder(TorchDispatchMode):
     """Writes down the ops of a step that runs on fake tensors."""
 
     def __init__(self, fake_mode: FakeTensorMode, origins: Origins, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.backend = device.partition(":")[0].upper()  # the dispatch key of the device's own kernels
+        self.backend = torch._C._dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
         self.fake_mode = fake_mode
         self.origins = origins
         self.ops: list[Op] = []
-        self.values: list[Value] = []
-        self.views: list[View] = []
+        self.books = Books(self.ops)
         self.guards: list[Guard] = []
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
-        self.gradient_values: set[int] = set()
-        self._view_numbers: dict[View, int] = {}
-        self._storages: dict[int, _Storage] = {}
-        self._handles: dict[int, _Handle] = {}
         self._fakes: dict[int, FakeTensor] = {}  # real constant -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._names: Counter[str] = Counter()
         self._scalars: dict[Any, torch.SymFloat] = {}
-        self._ends: dict[int, int] = {}
         self._composites: dict[Any, bool] = {}
 
     # What the caller puts in and takes out
 
     def add_input(self, tensor: torch.Tensor, name: str, kind: Kind) -> int:
         """Register a tensor that is there before the step."""
-        value = self._new_value(name, tensor, kind, nbytes=tensor.numel() * tensor.element_size())
-        self._register(tensor, self._new_storage(tensor, value), None)
+        value = self.books.new_value(name, tensor, kind, nbytes=tensor.numel() * tensor.element_size())
+        self.books.register(tensor, self.books.new_storage(tensor, value), None)
         return value
 
     def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, torch.SymFloat]:
@@ -94,40 +66,13 @@ class Recorder(TorchDispatchMode):
         scalar.node.hint, scalar.node.path = hint, path
         return scalar.node.value, scalar
 
-    def read(self, tensor: torch.Tensor) -> Read:
-        """How this tensor is read now."""
-        handle = self._handle(tensor)
-        return Read(handle.storage.value, handle.view)
-
     def read_any(self, leaf: torch.Tensor | torch.SymFloat) -> Read:
         """How a result of the step is read: a tensor, made here or not, or a number."""
-        return self.read(self._plain(leaf)) if isinstance(leaf, torch.Tensor) else Read(leaf.node.value)
-
-    def mark_gradient(self, tensor: torch.Tensor) -> None:
-        """Remember that this tensor is the gradient of a parameter."""
-        self.gradient_values.add(self._handle(tensor).storage.value)
-
-    def finish(self) -> tuple[tuple[Op, ...], tuple[Value, ...], tuple[View, ...]]:
-        """The ops, values and views, complete."""
-        last_read: dict[int, int] = {}
-        for index, op in enumerate(self.ops):
-            for number in op.reads:
-                last_read[number] = index
-        gradients = {self.values[number].storage for number in self.gradient_values}
-        values = []
-        for number, value in enumerate(self.values):
-            end = self._ends.get(number, -1)
-            if end >= 0:
-                end = max(end, last_read.get(number, end))
-            kind = value.kind
-            if value.storage in gradients and kind in ("activation", "activation gradient"):
-                kind = "gradient"
-            values.append(dataclasses.replace(value, eager_end=end, kind=kind))
-        return tuple(self.ops), tuple(values), tuple(self.views)
+        return self.books.read(self._plain(leaf)) if isinstance(leaf, torch.Tensor) else Read(leaf.node.value)
 
     def forget(self) -> None:
         """Let go of every tensor."""
-        self._handles.clear()
+        self.books.forget()
         self._fakes.clear()
         self._reals.clear()
 
@@ -167,7 +112,7 @@ class Recorder(TorchDispatchMode):
         """What autograd hands to a parameter is its gradient."""
         node = torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() == ACCUMULATES and args and isinstance(args[0], torch.Tensor):
-            self.mark_gradient(args[0])
+            self.books.mark_gradient(args[0])
 
     def _item(self, tensor: torch.Tensor) -> Any:
         fake = self._plain(tensor)
@@ -176,7 +121,7 @@ class Recorder(TorchDispatchMode):
         if not tensor.dtype.is_floating_point:
             refuse_data("looks at the contents of a tensor", user_line())
         scalar = self._new_scalar("item")
-        self._add_op("aten._local_scalar_dense.default", (self.read(fake),), (), (scalar.node.value,))
+        self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (scalar.node.value,))
         return scalar
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,9 +130,9 @@ class Recorder(TorchDispatchMode):
             return tensor
         constant = self._stand_in(tensor)
         made = fake_like(tensor, self.fake_mode)
-        value = self._new_value("tensor", made, self._made_kind())
-        self._register(made, self._new_storage(made, value), None)
-        self._add_op("aten.clone.default", (self.read(constant),), (), (value,))
+        value = self.books.new_value("tensor", made, self._made_kind())
+        self.books.register(made, self.books.new_storage(made, value), None)
+        self._add_op("aten.clone.default", (self.books.read(constant),), (), (value,))
         return made
 
     def _note(
@@ -207,28 +152,19 @@ class Recorder(TorchDispatchMode):
             return
         recorded_args = tuple(self._arg(plain, arg) for plain, arg in zip(plain_args, args, strict=True))
         recorded_kwargs = tuple((key, self._arg(plain_kwargs[key], kwargs[key])) for key in kwargs)
-        updates: list[tuple[int, int]] = []
-        for tensor in written:
-            storage = self._handle(tensor).storage
-            if any(self.values[old].storage == storage.number for _, old in updates):
-                continue
-            old = storage.value
-            new = len(self.values)
-            self.values.append(self.values[old])
-            storage.value = new
-            self._ends[old] = len(self.ops)
-            updates.append((new, old))
+        changes = [self.books.update(tensor, len(self.ops)) for tensor in written]
+        updates = tuple(change for change in changes if change is not None)
         outputs: list[int | None] = []
         base_name = func._schema.name.split("::")[1]
         for item in results:
             if not isinstance(item, torch.Tensor):
                 outputs.append(None)
-            elif item.untyped_storage()._cdata in self._storages:
+            elif self.books.has_storage(item):
                 outputs.append(None)
-                self._handle(item)
+                self.books.handle(item)
             else:
-                value = self._new_value(base_name, item, self._made_kind())
-                self._register(item, self._new_storage(item, value), None)
+                value = self.books.new_value(base_name, item, self._made_kind())
+                self.books.register(item, self.books.new_storage(item, value), None)
                 outputs.append(value)
         random = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, plain_args, plain_kwargs)
         self._add_op(
@@ -236,7 +172,7 @@ class Recorder(TorchDispatchMode):
             recorded_args,
             recorded_kwargs,
             tuple(outputs),
-            updates=tuple(updates),
+            updates=updates,
             detachable=func in DETACHABLE,
             random=random,
         )
@@ -250,18 +186,18 @@ class Recorder(TorchDispatchMode):
         home = args[0].untyped_storage()._cdata
         if any(not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata != home for item in results):
             return False
-        source = self._handle(args[0])
+        source = self.books.handle(args[0])
         for number, item in enumerate(results):
-            if id(item) in self._handles:
+            if self.books.knows(item):
                 continue
             view = source.view
             if func not in IDENTITIES:
                 rest = tuple(self._arg(arg, arg) for arg in args[1:]) + tuple(self._arg(a, a) for a in kwargs.values())
                 if kwargs:
-                    self._register_strided(item, source.storage)
+                    self.books.register_strided(item, source.storage)
                     continue
-                view = self._view(View(source.view, _name_of(func), rest, number if listed else None))
-            self._register(item, source.storage, view)
+                view = self.books.view(View(source.view, _name_of(func), rest, number if listed else None))
+            self.books.register(item, source.storage, view)
         return True
 
     # Arguments
@@ -310,7 +246,7 @@ class Recorder(TorchDispatchMode):
     def _arg(self, plain: Any, arg: Any) -> Arg:
         """The argument as the graph keeps it."""
         if isinstance(plain, torch.Tensor):
-            return self.read(plain)
+            return self.books.read(plain)
         if isinstance(arg, torch.SymFloat):
             return Read(arg.node.value)
         if isinstance(plain, (list, tuple)):
@@ -334,68 +270,9 @@ class Recorder(TorchDispatchMode):
 
     # Books
 
-    def _handle(self, tensor: torch.Tensor) -> _Handle:
-        handle = self._handles.get(id(tensor))
-        if handle is not None:
-            return handle
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
-        if storage is None:
-            raise CaptureError(
-                f"{user_line()}: the step uses a tensor of shape {tuple(tensor.shape)} that lowtide did not see made.",
-                hint="this is a gap in lowtide; please report the op.",
-            )
-        return self._register_strided(tensor, storage)
-
-    def _register_strided(self, tensor: torch.Tensor, storage: _Storage) -> _Handle:
-        """A tensor on a known storage, however it came about: seen by its sizes and strides."""
-        shape, stride, dtype = storage.meta
-        size, steps, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        if tensor.dtype != dtype:
-            raise CaptureError(f"{user_line()}: a tensor is seen as {tensor.dtype} where its memory is {dtype}.")
-        if (size, steps, offset) == (shape, stride, 0):
-            return self._register(tensor, storage, None)
-        return self._register(tensor, storage, self._view(View(None, "aten.as_strided.default", (size, steps, offset))))
-
-    def _register(self, tensor: torch.Tensor, storage: _Storage, view: int | None) -> _Handle:
-        key = id(tensor)
-
-        def gone(_: Any) -> None:
-            if self._handles.get(key) is handle:
-                del self._handles[key]
-            storage.alive -= 1
-            if storage.alive == 0:
-                self._ends[storage.value] = len(self.ops) - 1
-
-        handle = _Handle(storage, view, weakref.ref(tensor, gone))
-        storage.alive += 1
-        self._ends.pop(storage.value, None)
-        self._handles[key] = handle
-        return handle
-
-    def _new_storage(self, tensor: torch.Tensor, value: int) -> _Storage:
-        untyped = tensor.untyped_storage()
-        storage = _Storage(self.values[value].storage, StorageWeakRef(untyped), value, tensor)
-        self._storages[untyped._cdata] = storage
-        return storage
-
-    def _new_value(self, name: str, tensor: torch.Tensor, kind: Kind, *, nbytes: int | None = None) -> int:
-        number = len(self.values)
-        self.values.append(
-            Value(
-                name=name,
-                nbytes=tensor.untyped_storage().nbytes() if nbytes is None else nbytes,
-                kind=kind,
-                storage=number,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-            )
-        )
-        return number
-
     def _new_scalar(self, name: str) -> torch.SymFloat:
-        number = len(self.values)
-        self.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype="float64"))
+        number = len(self.books.values)
+        self.books.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype="float64"))
         return torch.SymFloat(ScalarNode(number, self._record_scalar, self._refuse_scalar, guards=self.guards))
 
     def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> torch.SymFloat:
@@ -408,12 +285,6 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_scalar(self, what: str) -> NoReturn:
         refuse_data(what, user_line())
-
-    def _view(self, view: View) -> int:
-        number = self._view_numbers.setdefault(view, len(self.views))
-        if number == len(self.views):
-            self.views.append(view)
-        return number
 
     def _made_kind(self) -> Kind:
         return "activation gradient" if torch._C._current_autograd_node() is not None else "activation"

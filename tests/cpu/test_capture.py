@@ -640,6 +640,15 @@ def test_capture_changes_nothing(name: str) -> None:
     assert_exact(lambda: (step, *models.build(models.SMALL[name])[1:]), steps=1)
 
 
+def test_a_model_too_large_to_exist_is_captured_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        step, model, optimizer, example = models.build(models.SMALL["resnet"])
+    graph = lowtide.capture(step, model, optimizer, example).graph
+    real = lowtide.capture(*models.build(models.SMALL["resnet"])).graph
+    assert [op.target for op in graph.ops] == [op.target for op in real.ops]
+    assert lowtide.simulate(graph, lowtide.roofline(graph), lowtide.keep_everything(graph)).peak > 0
+
+
 def test_evaluation_between_steps() -> None:
     _, _, _, (x, _) = recipe(plain, convolutional, example=IMAGES)()
 
