@@ -9,6 +9,7 @@ import typer
 
 from lowtide.cli import bench
 from lowtide.cli.models import models
+from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.train import train
 
@@ -41,6 +42,7 @@ def _options(
 
 
 app.command()(profile)
+app.command()(plan)
 app.command()(train)
 app.command()(models)
 app.add_typer(bench.app, name="bench", rich_help_panel=None)

@@ -17,12 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lowtide import allocator, tree
 from lowtide.bench.peaks import Peak, step_meter, why_not
 from lowtide.captured import Captured
+from lowtide.cli.plan import BUDGET, TimeLimit, plan_within, refuse_early
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of
 from lowtide.cli.talk import answering, show, show_json, talk
 from lowtide.costs import Costs
 from lowtide.execute import execute
-from lowtide.plan import keep_everything
-from lowtide.report import Table, show_bytes, show_difference
+from lowtide.plan import TIME_LIMIT, keep_everything
+from lowtide.program import Plan
+from lowtide.report import Table, show_bytes, show_difference, show_overhead, show_seconds
 from lowtide.simulate import simulate
 
 
@@ -45,12 +47,19 @@ class Log:
 def train(
     target: Target,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 20,
+    budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Train on the example batch, by the captured program."""
+    """Train on the example batch, as captured or within a budget."""
+    if budget is not None:
+        refuse_early(budget)
     built, captured, _ = captured_target(target)
     costs = costs_of(captured.graph, CostsFrom.MEASURED)
-    program = keep_everything(captured.graph)
+    planned = None
+    if budget is not None:
+        planned, _ = plan_within(captured.graph, costs, budget, time_limit=time_limit)
+    program = planned.program if planned is not None else keep_everything(captured.graph)
     predicted = simulate(captured.graph, costs, program).peak
     runner = execute(captured, program)
     log = _run(captured, costs, lambda: runner(*built.example), steps, predicted)
@@ -62,6 +71,7 @@ def train(
             {
                 "target": target,
                 **common(stays=stays, predicted=predicted, metered=log.peak),
+                **_promised(planned),
                 "steps": steps,
                 "first_loss": _finite(first),
                 "last_loss": _finite(last),
@@ -74,6 +84,7 @@ def train(
     rows = [
         ("loss", f"{_number(first)} -> {_number(last)}", f"over {steps} steps on one batch"),
         ("steps a second", _speed(log.rate), "without the first one"),
+        *_rows(planned),
         ("predicted peak", show_bytes(predicted), ""),
     ]
     if log.peak is not None:
@@ -82,6 +93,29 @@ def train(
     else:
         rows.append(("metered peak", "-", reason or "the first step warms up; take more"))
     show(Table("lrs", rows, (), ("", "bold", "")))
+
+
+def _promised(planned: Plan | None) -> dict[str, Any]:
+    """What is known only with a budget, for JSON."""
+    if planned is None:
+        return {}
+    return {
+        "budget": planned.budget,
+        "overhead": planned.overhead,
+        "bound": planned.bound,
+        "planning_seconds": planned.planning_seconds,
+    }
+
+
+def _rows(planned: Plan | None) -> list[tuple[str, str, str]]:
+    """What is known only with a budget, for a person."""
+    if planned is None or planned.budget is None:
+        return []
+    bound = f"predicted; no plan within the budget has less than {show_overhead(planned.bound)}"
+    return [
+        ("overhead", show_overhead(planned.overhead), bound),
+        ("budget", show_bytes(planned.budget), f"planned in {show_seconds(planned.planning_seconds)}"),
+    ]
 
 
 def _run(captured: Captured, costs: Costs, step: Callable[[], Any], steps: int, predicted: int) -> Log:

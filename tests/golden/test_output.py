@@ -25,7 +25,7 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "profile", "train", "models", "bench", "bench predict", "bench execute", "bench capture"],
+    ["", "profile", "plan", "train", "models", "bench", "bench predict", "bench execute", "bench capture"],
 )
 def test_help(golden: Golden, command: str) -> None:
     golden("-".join(["help", *command.split()]), run(*command.split(), "--help"))
