@@ -16,9 +16,12 @@ help:  ## List the targets
 	$(BIN)/pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
 	touch $@
 
-demo: .venv/ready  ## Profile a real training step, then train it by its program and compare with eager
-	$(BIN)/lowtide profile gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8
-	$(BIN)/lowtide train gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8 --steps 20
+DEMO := gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8
+
+demo: .venv/ready  ## Profile a real training step, fit it into half of what it adds, train it, show both peaks
+	$(BIN)/lowtide profile $(DEMO)
+	$(BIN)/lowtide plan $(DEMO) --budget 50%
+	$(BIN)/lowtide train $(DEMO) --budget 50% --steps 20
 
 test: .venv/ready lint  ## Run the linter, the type checker and all tests
 	$(BIN)/pytest

@@ -21,9 +21,13 @@ class UsageError(LowtideError):
 
 
 class BudgetError(LowtideError):
-    """A budget that no known program of the step fits."""
+    """A budget that no known program of the step fits; `least` bytes can be planned."""
 
     exit_code = 3
+
+    def __init__(self, message: str, *, hint: str | None = None, least: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.least = least
 
 
 class CaptureError(LowtideError):

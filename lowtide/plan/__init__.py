@@ -40,7 +40,8 @@ def plan(
     while True:
         if target is not None and arrays.peak(sequence) > target:
             bound, starts = _starts(arrays, orders, budget or target)
-            found = recompute(arrays, starts, target, until=begun + time_limit, seed=seed, progress=progress)
+            until = max(begun + time_limit, time.monotonic() + time_limit / 4)
+            found = recompute(arrays, starts, target, until=until, seed=seed, progress=progress)
             if found.sequence is None:
                 raise explain(arrays, budget or 0, found.least_peak)
             sequence = found.sequence

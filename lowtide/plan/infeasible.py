@@ -39,6 +39,7 @@ def explain(problem: Problem, budget: int, least: int) -> BudgetError:
         + "\n".join(rows)
         + f"\nThe least peak that was reached is {least:,} bytes.",
         hint=f"a budget of {least:,} bytes can be planned; for less, lower the batch size or the widest layer.",
+        least=least,
     )
 
 

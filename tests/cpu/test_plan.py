@@ -27,8 +27,7 @@ def test_every_model_keeps_its_budget_exactly(name: str, budget: str) -> None:
     try:
         train = assert_exact(lambda: models.build(target), steps=3, budget=budget)
     except lowtide.BudgetError as error:
-        least = int(str(error).split("hint: a budget of ")[1].split(" ")[0].replace(",", ""))
-        train = assert_exact(lambda: models.build(target), steps=3, budget=least)
+        train = assert_exact(lambda: models.build(target), steps=3, budget=error.least)
     assert train.plan is not None
     assert train.plan.peak <= train.plan.budget
     found = metered_peak(train, models.build(target)[3])

@@ -173,8 +173,10 @@ def test_the_least_budget_that_an_error_names_can_be_planned() -> None:
     graph, costs = training_chain(40)
     with pytest.raises(BudgetError, match="needs these together") as caught:
         plan(graph, costs, 64 * 2, time_limit=0.2)
-    named = int(str(caught.value).split("a budget of ")[1].split(" ")[0].replace(",", ""))
-    assert plan(graph, costs, named, time_limit=0.2).peak <= named
+    least = caught.value.least
+    assert least is not None
+    assert f"a budget of {least:,} bytes" in str(caught.value)
+    assert plan(graph, costs, least, time_limit=0.2).peak <= least
 
 
 def test_a_seed_gives_the_same_plan_while_the_search_is_off() -> None:
