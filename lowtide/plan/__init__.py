@@ -69,4 +69,5 @@ def _starts(arrays: Problem, orders: list[Ints], budget: int) -> tuple[float, li
     bound, cuts = turn.search(budget - arrays.stays)
     sets = {cut.keep: cut.nbytes for cut in cuts}
     near = sorted(sets, key=lambda keep: abs(sets[keep] - (budget - arrays.stays)))[:8]
-    return bound, [orders[0], *(turn.sequence(keep) for keep in near)]
+    sequences = (turn.sequence(keep) for keep in near)
+    return bound, [orders[0], *(sequence for sequence in sequences if arrays.allows(sequence))]

@@ -19,16 +19,24 @@ def captured_order(graph: Graph) -> Ints:
 def early_updates(graph: Graph) -> Ints:
     """The captured order, but each op of the optimizer as soon as its arguments are there and unread elsewhere."""
     waits = _waits(graph)
-    # What the optimizer does to its own state alone could run at any time; it runs when something waits for it.
+    # What needs no gradient (weight decay, the decay of momentum) could run early, and would take from recomputation
+    # the old contents of what it writes over; it runs when something waits for it.
     idle: set[int] = set()
-    for op, before in enumerate(waits):
-        if graph.ops[op].phase == "update" and before <= idle:
+    for op, item in enumerate(graph.ops):
+        makers = {graph.maker[value] for value in graph.reads[op]} - {-1}
+        if item.phase == "update" and makers <= idle:
             idle.add(op)
-    missing = [len(before - idle) for before in waits]
+    demands: list[set[int]] = []  # for each op what must have run, seen through the idle ones
+    for before in waits:
+        demands.append(before - idle)
+        for other in before & idle:
+            demands[-1] |= demands[other]
+    missing = [len(before) for before in demands]
     followers: list[list[int]] = [[] for _ in graph.ops]
-    for op, before in enumerate(waits):
-        for other in before - idle:
-            followers[other].append(op)
+    for op, before in enumerate(demands):
+        if op not in idle:
+            for other in before:
+                followers[other].append(op)
     order: list[int] = []
     done = [False] * len(graph.ops)
 

@@ -97,6 +97,17 @@ class Problem:
         self.library.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_))
         return bytes_
 
+    def allows(self, sequence: Ints) -> bool:
+        """Whether no run reads an input after the op that writes over it for good."""
+        order = [int(op) for op in sequence]
+        first = {op: place for place, op in reversed(list(enumerate(order)))}
+        reads = {op: [int(v) for v in self.reads[self.read_start[op] : self.read_start[op + 1]]] for op in set(order)}
+        never = len(order)
+        ends = {
+            op: min((first[k] for v in reads[op] if (k := int(self.killer[v])) >= 0), default=never) for op in reads
+        }
+        return all(place <= ends[op] for place, op in enumerate(order))
+
     def time(self, sequence: Ints) -> float:
         """The seconds of all runs."""
         return float(self.seconds[sequence].sum())

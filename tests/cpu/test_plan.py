@@ -35,6 +35,16 @@ def test_every_model_keeps_its_budget_exactly(name: str, budget: str) -> None:
     assert found == pytest.approx(train.plan.peak, rel=0.005)
 
 
+@pytest.mark.parametrize("name", ["mlp", "unet", "gpt", "bert", "lstm-cell", "hf-gpt2"])
+def test_updates_that_need_no_gradient_do_not_spoil_recomputation(name: str) -> None:
+    target = f"{models.SMALL[name]},optimizer=adamw"  # whose weight decay writes to parameters before the gradient
+    try:
+        train = assert_exact(lambda: models.build(target), steps=3, budget="60%")
+    except lowtide.BudgetError as error:
+        train = assert_exact(lambda: models.build(target), steps=3, budget=error.least)
+    assert metered_peak(train, models.build(target)[3]) <= train.plan.budget
+
+
 @pytest.mark.parametrize(
     ("target", "repeated"),
     [
