@@ -111,7 +111,7 @@ def _rows(planned: Plan | None) -> list[tuple[str, str, str]]:
     """What is known only with a budget, for a person."""
     if planned is None or planned.budget is None:
         return []
-    bound = f"predicted; no plan within the budget has less than {show_overhead(planned.bound)}"
+    bound = f"predicted; the bound is {show_overhead(planned.bound)}"
     return [
         ("overhead", show_overhead(planned.overhead), bound),
         ("budget", show_bytes(planned.budget), f"planned in {show_seconds(planned.planning_seconds)}"),
