@@ -25,6 +25,10 @@ class Costs:
     bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
+    def stays(self, graph: Graph) -> int:
+        """The bytes that stay between steps: parameters, buffers, optimizer state, the batch."""
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays)
+
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
         payload = {

@@ -8,7 +8,6 @@ from typing import Any
 from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.errors import LowtideError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.measure import measure
 from lowtide.plan import TIME_LIMIT, as_eager, keep_everything, plan
@@ -35,18 +34,15 @@ class Fitted:
 
     def __call__(self, *batch: Any) -> Any:
         """One training step; returns what the step returns, detached."""
-        stale: LowtideError | None = None
         for runner in self._runners:
             try:
                 result = runner(*batch)
-            except StaleError as error:
-                stale = error
+            except StaleError:
                 continue
             if runner is not self._runners[0]:
                 self._runners.remove(runner)
                 self._runners.insert(0, runner)
             return result
-        assert stale is not None
         self._runners.insert(0, self._make(batch))
         return self._runners[0](*batch)
 
@@ -76,7 +72,7 @@ class Fitted:
         if self._budget is None:
             return execute(captured, keep_everything(graph))
         costs = measure(graph)
-        stays = sum(costs.nbytes[item.value] for item in graph.inputs if item.stays)
+        stays = costs.stays(graph)
         budget = read_budget(self._budget, stays=stays, eager_peak=simulate(graph, costs, as_eager(graph)).peak)
         found = plan(graph, costs, budget, time_limit=self._time_limit)
         runner = execute(captured, found.program)

@@ -59,7 +59,7 @@ def compare(captured: Captured, costs: Costs, example: tuple[Any, ...]) -> Predi
     program = keep_everything(graph)
     runner = execute(captured, program)
     return Prediction(
-        stays=sum(costs.nbytes[item.value] for item in graph.inputs if item.stays),
+        stays=costs.stays(graph),
         predicted_peak=simulate(graph, costs, program).peak,
         metered_peak=metered_peak(captured, costs, lambda: runner(*example)),
         eager_predicted_peak=simulate(graph, costs, as_eager(graph)).peak,

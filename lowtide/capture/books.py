@@ -63,7 +63,7 @@ class Books:
     def update(self, tensor: torch.Tensor, op: int) -> tuple[int, int] | None:
         """A new value for the storage that an op writes to: (new, old); None if this op made one already."""
         storage = self.handle(tensor).storage
-        if self._ends.get(storage.value) == op or storage.updated_by == op:
+        if storage.updated_by == op:
             return None
         old, new = storage.value, len(self.values)
         self.values.append(self.values[old])

@@ -82,7 +82,7 @@ def refuse_early(budget: str) -> None:
 
 def plan_within(graph: Graph, costs: Costs, budget: str, *, time_limit: float, seed: int = 0) -> tuple[Plan, int]:
     """The plan within a budget as people write it, and the bytes of eager's peak."""
-    stays = sum(costs.nbytes[item.value] for item in graph.inputs if item.stays)
+    stays = costs.stays(graph)
     eager_peak = simulate(graph, costs, as_eager(graph)).peak
     nbytes = read_budget(budget, stays=stays, eager_peak=eager_peak)
     with _searching() as progress:

@@ -66,7 +66,7 @@ def train(
     first, last = log.losses[0], log.losses[-1]
     reason = why_not(captured)
     if as_json:
-        stays = sum(costs.nbytes[item.value] for item in captured.graph.inputs if item.stays)
+        stays = costs.stays(captured.graph)
         show_json(
             {
                 "target": target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -113,9 +114,8 @@ def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 process = _start()
             answer = _answer(process, cut)
             if answer is None:
-                code = process.wait()
+                answer = {"error": f"the process ended with code {_end(process)}"}
                 process = None
-                answer = {"error": f"the process ended with code {code}"}
             yield answer
     finally:
         if process is not None:
@@ -155,12 +155,15 @@ def _answer(process: subprocess.Popen[str], cut: dict[str, Any]) -> dict[str, An
         guard.cancel()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str]) -> int:
+    """End the process, if it still runs, and let go of its pipes; its exit code."""
     process.kill()
-    process.wait()
+    code = process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # a question that was never read
+                pipe.close()
+    return code
 
 
 def _how() -> list[str]:

@@ -102,7 +102,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int) -> Sum
     places = [made for run in runs for made, read in run.over if (made, read) not in graph.ops[run.op].updates]
     return Summary(
         budget=plan.budget,
-        stays=sum(costs.nbytes[item.value] for item in graph.inputs if item.stays),
+        stays=costs.stays(graph),
         peak=plan.peak,
         eager_peak=eager_peak,
         base_seconds=plan.base_seconds,

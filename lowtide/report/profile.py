@@ -132,7 +132,7 @@ def profile(graph: Graph, costs: Costs, program: Program) -> Profile:
     shown = ("scalars", STATES, GAPS)
     return Profile(
         peak=simulation.peak,
-        stays=sum(costs.nbytes[item.value] for item in graph.inputs if item.stays),
+        stays=costs.stays(graph),
         moment=moment,
         categories={name: nbytes for name, nbytes in categories.items() if nbytes or name not in shown},
         modules=fold(((item.module, item.category, item.nbytes) for item in items if item.nbytes), top=TOP),

@@ -109,12 +109,30 @@ def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert json.loads(book.read_text())
 
 
-def test_a_call_that_kills_its_process_is_contained() -> None:
+def test_a_call_that_fails_is_contained() -> None:
     graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
     good = measuring.specimen(graph, 0)
-    deadly = {**good, "target": "lowtide.no.such"}
-    answers = list(measuring._ask([good, deadly, good]))
-    assert "error" in answers[1]
+    answers = list(measuring._ask([good, {**good, "target": "lowtide.no.such"}, good]))
+    assert "no op lowtide.no.such" in answers[1]["error"]
+    assert answers[0]["outputs"] == answers[2]["outputs"]
+
+
+def test_a_process_that_dies_of_a_call_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    good = measuring.specimen(graph, 0)
+    ask, killed = measuring._answer, []
+
+    def answer(process: Any, cut: dict[str, Any]) -> Any:
+        if "deadly" in cut:
+            process.kill()
+            process.wait()
+            killed.append(process.pid)
+        return ask(process, cut)
+
+    monkeypatch.setattr(measuring, "_answer", answer)
+    answers = list(measuring._ask([good, {**good, "deadly": True}, good]))
+    assert killed
+    assert answers[1] == {"error": "the process ended with code -9"}
     assert answers[0]["outputs"] == answers[2]["outputs"]
 
 
