@@ -16,10 +16,8 @@ from lowtide import models
 from lowtide.costs import declared
 from lowtide.program import Place, Run
 
-RECIPES = ("mlp", "resnet", "unet", "gpt", "bert", "lstm", "gru", "lstm-cell", "dynamicconv", "hf-gpt2")
 
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", models.SMALL)
 @settings(max_examples=3, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_random_third_is_recomputed_exactly(name: str, seed: int) -> None:
