@@ -3,6 +3,9 @@
 A *value* is the content of one storage at one time. An op that writes over a storage makes a new value of the same
 storage, so every value has one maker and never changes (single assignment), and the mutation of a parameter is as
 explicit as a matrix product. A *view* (transpose, slice, reshape) is no value: it is a way in which an op reads one.
+
+Eager runs the *ordinary* ops. After them come *optional* ones, which a program may run or not: they make new values, or
+make bit for bit what an ordinary op makes, from other arguments.
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class Op:
     updates: tuple[tuple[int, int], ...] = ()  # (new, old): the call writes over old's storage; new is there then
     detachable: bool = False  # given None for what it updates it returns the same outputs, so it may run again
     random: bool = False  # draws from the generator
+    optional: bool = False  # eager does not run it; what it makes may be what an ordinary op makes too
     phase: Phase = "forward"
     module: str = ""  # path of the innermost module: "layer1.0.conv2"
     source: str = ""  # "train.py:42", the innermost line that is not the tensor library's
@@ -131,7 +135,7 @@ class Output:
 class Graph:
     """One training step; the order of `ops` is the order in which eager ran them."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...]  # the ordinary ones, then the optional ones
     values: tuple[Value, ...]
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
@@ -151,20 +155,25 @@ class Graph:
         return tuple(op.makes for op in self.ops)
 
     @cached_property
+    def ordinary(self) -> range:
+        """The ops that eager runs, in its order."""
+        return range(sum(not op.optional for op in self.ops))
+
+    @cached_property
     def maker(self) -> tuple[int, ...]:
-        """For each value the op that makes it, or -1 for an input."""
+        """For each value the op that makes it, the ordinary one where there are several, or -1 for an input."""
         made = [-1] * len(self.values)
-        for index, values in enumerate(self.makes):
+        for index, values in reversed(list(enumerate(self.makes))):
             for value in values:
                 made[value] = index
         return tuple(made)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the ops that read it, in order."""
+        """For each value the ordinary ops that read it, in order."""
         found: list[list[int]] = [[] for _ in self.values]
-        for index, values in enumerate(self.reads):
-            for value in values:
+        for index in self.ordinary:
+            for value in self.reads[index]:
                 found[value].append(index)
         return tuple(map(tuple, found))
 
@@ -235,6 +244,7 @@ class Graph:
         line = f"{op.name}: {made + ' = ' if made else ''}{op.target}({', '.join(args)})"
         line += "".join(f" updates %{old} to %{new}" for new, old in op.updates)
         line += " random" if op.random else ""
+        line += " optional" if op.optional else ""
         return line + f"  # {' '.join(filter(None, (op.phase, op.module, op.source)))}"
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -338,6 +348,8 @@ def _encode_op(op: Op) -> dict[str, Any]:
     data["updates"] = [list(pair) for pair in op.updates]
     data["detachable"], data["random"] = op.detachable, op.random
     data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
+    if op.optional:  # absent otherwise, as in files from before there were optional ops
+        data["optional"] = True
     return data
 
 
@@ -353,6 +365,7 @@ def _decode_op(data: Mapping[str, Any]) -> Op:
         updates=tuple((int(new), int(old)) for new, old in data["updates"]),
         detachable=bool(data["detachable"]),
         random=bool(data["random"]),
+        optional=bool(data.get("optional", False)),
         phase=_one_of(data["phase"], get_args(Phase)),
         module=str(data["module"]),
         source=str(data["source"]),
@@ -400,18 +413,23 @@ def _one_of(word: Any, words: tuple[str, ...]) -> Any:
 
 
 def _check_references(graph: Graph) -> None:
-    """Raise ValueError where an index points nowhere or a value has two makers."""
-    made = {item.value for item in graph.inputs}
-    if not made <= set(range(len(graph.values))):
-        raise ValueError(f"inputs {sorted(made)}, of {len(graph.values)} values")
+    """Raise ValueError where an index points nowhere or a value has two ordinary makers."""
+    inputs = {item.value for item in graph.inputs}
+    if not inputs <= set(range(len(graph.values))):
+        raise ValueError(f"inputs {sorted(inputs)}, of {len(graph.values)} values")
+    made = set(inputs)
     for index, op in enumerate(graph.ops):
         for read in op.arguments():
             if read.value not in made:
                 raise ValueError(f"op {index} {op.name} reads %{read.value} before it is made")
             if read.view is not None and not 0 <= read.view < len(graph.views):
                 raise ValueError(f"op {index} {op.name} reads through view {read.view}, of {len(graph.views)}")
+        if op.optional and (op.updates or op.random):
+            raise ValueError(f"op {index} {op.name} is optional, but updates values or draws from the generator")
+        if not op.optional and index not in graph.ordinary:
+            raise ValueError(f"op {index} {op.name} is not optional, but comes after ops that are")
         for value in op.makes:
-            if value in made or not 0 <= value < len(graph.values):
+            if not 0 <= value < len(graph.values) or value in (inputs if op.optional else made):
                 raise ValueError(f"op {index} {op.name} makes %{value}, which exists already or has no entry")
             made.add(value)
     for output in graph.outputs:

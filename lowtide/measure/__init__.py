@@ -83,7 +83,7 @@ def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, An
             continue
         seconds[index], extra[index] = answer["seconds"], answer["extra"]
         for value, size in zip(op.outputs, answer["outputs"], strict=True):
-            if value is not None and size is not None:
+            if value is not None and size is not None and graph.maker[value] == index:
                 nbytes[value] = size
         order = read_order(op)
         in_place[index] = tuple(

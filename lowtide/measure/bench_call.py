@@ -48,6 +48,8 @@ class Call:
             return before.results(before.run())[item["output"]]
         dtype, shape, stride, _ = item
         tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=self.device)
+        if tensor.dtype == torch.bool:
+            return tensor.bernoulli_()  # a mask that is all alike would make branches look cheap
         # Integers are taken as indices, of which only 0 is always right; numbers between 0 and 1 suit every float op.
         return tensor.uniform_() if tensor.dtype.is_floating_point else tensor.zero_()
 

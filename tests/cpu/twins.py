@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,6 +51,7 @@ def assert_exact(
     steps: int = 5,
     batches: Iterable[tuple[Any, ...]] | None = None,
     between: Callable[[Any, Any], None] | None = None,
+    change: Callable[[lowtide.Graph], lowtide.Graph] | None = None,
     program: Callable[[lowtide.Graph], lowtide.Program] | None = None,
     budget: int | str | None = None,
 ) -> Any:
@@ -62,6 +64,8 @@ def assert_exact(
         )
     else:
         captured = lowtide.capture(mirrored_step, mirror, mirrored_optimizer, example)
+        if change is not None:
+            captured = dataclasses.replace(captured, graph=change(captured.graph))
         train = lowtide.execute(captured, program(captured.graph))
     assert_same(everything(model, optimizer), everything(mirror, mirrored_optimizer))
     given = list(batches) if batches is not None else [example] * steps

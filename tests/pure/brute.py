@@ -1,14 +1,18 @@
-"""Two oracles for the judge, each written another way than it.
+"""Two oracles for the judge, each written another way than it, and one for the planners.
 
 `execute` knows meaning and no rules: it runs a program on symbols, with an arena of real cells that the program can
 corrupt, and says whether every op found what it found in the graph's own order. `faults` knows rules and no state: it
-answers each question about an instruction by looking back through the instructions before it.
+answers each question about an instruction by looking back through the instructions before it. `frontier` tries all
+programs of a small graph, and `least_peak_of_orders` all orders of its ops.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
 
 from lowtide.costs import Costs
 from lowtide.graph import Graph
@@ -68,7 +72,7 @@ def reference(names: Names, graph: Graph) -> dict[int, int]:
     contents = {item.value: names("input", item.value) for item in graph.inputs}
     draws = 0
     for op, item in enumerate(graph.ops):
-        contents |= results(names, graph, op, contents, draws if item.random else None)
+        contents = results(names, graph, op, contents, draws if item.random else None) | contents
         draws += item.random
     return contents
 
@@ -156,6 +160,7 @@ class Machine:
         if not graph.ops[op].detachable and contents.keys() != set(graph.reads[op]):
             raise Wrong("a side effect that cannot be left out")
         made = results(self.names, graph, op, contents, self.numbers.get(op))
+        made |= {value: self.right[value] for value in made if graph.maker[value] != op}  # what optional ops are for
         for value in makes:
             if value not in over:
                 self.write(fresh[value], made[value])
@@ -482,3 +487,133 @@ class History:
                 yield "misplaced"
             if self.there(end, "device", value) and not expected and not self.is_input(value):
                 yield "never freed"
+
+
+# -------------------------------------------------------------------------------------------------------------- optimum
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a program is: the values on the device, the special ops that have run, the saved generator states."""
+
+    there: frozenset[int]
+    ran: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+
+
+def frontier(graph: Graph, costs: Costs) -> list[tuple[int, float]]:
+    """For every peak that pays, rising, the least seconds: (bytes, seconds), by trying all programs of Run and Free.
+
+    Shortest paths over states. Inputs are never freed; results take the bytes of arguments first come, first served.
+    """
+    found: list[tuple[int, float]] = []
+    useful = _useful(graph)
+    start = State(frozenset(item.value for item in graph.inputs))
+    queue = [(0.0, _nbytes(graph, costs, start), 0, start)]
+    least: dict[State, int] = {}  # the least peak with which a state was left; those that come later took longer
+    count = 0
+    while queue:
+        seconds, peak, _, state = heapq.heappop(queue)
+        if peak >= least.get(state, peak + 1) or (found and peak >= found[-1][0]):
+            continue
+        least[state] = peak
+        if graph.required <= state.there and all(op in state.ran for op in useful if graph.ops[op].random):
+            found.append((peak, seconds))
+            continue
+        steps = [(seconds, peak, after) for after in _releases(graph, costs, state)]
+        for op in useful:
+            for used, after in _runs(graph, costs, state, op, useful):
+                steps.append((seconds + costs.seconds[op], max(peak, used), after))
+        for took, most, after in steps:
+            if most < least.get(after, most + 1):
+                count += 1
+                heapq.heappush(queue, (took, most, count, after))
+    return found[::-1]
+
+
+def _useful(graph: Graph) -> set[int]:
+    """The ops that can be needed for what must be there at the end."""
+    useful, more = set[int](), {op for op, item in enumerate(graph.ops) if item.random}
+    while True:
+        useful |= more
+        wanted = graph.required.union(*(graph.reads[op] for op in useful))
+        more = {op for op, made in enumerate(graph.makes) if wanted & set(made)} - useful
+        if not more:
+            return useful
+
+
+def _nbytes(graph: Graph, costs: Costs, state: State) -> int:
+    return sum(costs.nbytes[value] for value in state.there) + len(state.saved) * graph.generator_bytes
+
+
+def _lasting(graph: Graph, value: int) -> bool:
+    return graph.values[value].storage in graph.lasting_storages
+
+
+def _releases(graph: Graph, costs: Costs, state: State) -> Iterator[State]:
+    """The states with one thing less; what takes no bytes may stay."""
+    for value in state.there:
+        if costs.nbytes[value] and not _lasting(graph, value):
+            yield State(state.there - {value}, state.ran, state.saved)
+    for op in state.saved:
+        yield State(state.there, state.ran, state.saved - {op})
+
+
+def _runs(graph: Graph, costs: Costs, state: State, op: int, useful: set[int]) -> Iterator[tuple[int, State]]:
+    """The bytes in use and the state after each way to run an op: which arguments go, whether a state is saved."""
+    item, again = graph.ops[op], op in state.ran
+    reads, makes = graph.reads_of(op, again=again), graph.makes_of(op, again=again)
+    effects = () if again else graph.effects[op]
+    earlier_draws = {other for other in useful if graph.ops[other].random and other < op}
+    if not state.there.issuperset(reads) or (again and not graph.repeatable(op)):
+        return
+    if item.random and not (op in state.saved if again else earlier_draws <= state.ran):
+        return
+    there = state.there - set(makes) - {old for _, old in effects}
+    ran = state.ran | {op} if item.random or graph.effects[op] else state.ran
+    can_go = [value for value in reads if not _lasting(graph, value)]
+    for gone in (frozenset(some) for size in range(len(can_go) + 1) for some in combinations(can_go, size)):
+        for saves in ({op}, set[int]()) if item.random and not again else (set[int](),):
+            before = State(there, ran, state.saved | saves)
+            used = _nbytes(graph, costs, before) + sum(costs.nbytes[value] for value in makes) + costs.extra[op]
+            used += graph.generator_bytes if item.random and again else 0
+            yield used - _taken(graph, costs, op, gone), State(there - gone | set(makes), ran, before.saved)
+
+
+def _taken(graph: Graph, costs: Costs, op: int, gone: frozenset[int]) -> int:
+    """The bytes of results that take the place of arguments which are gone then."""
+    pairs: dict[int, int] = {}
+    for made, read in dict.fromkeys((*graph.ops[op].updates, *costs.in_place[op])):
+        free = read in gone and read not in pairs.values() and made not in pairs and not _lasting(graph, made)
+        if free and costs.nbytes[made] == costs.nbytes[read]:
+            pairs[made] = read
+    return sum(costs.nbytes[made] for made in pairs)
+
+
+def least_peak_of_orders(graph: Graph, costs: Costs) -> int:
+    """The least peak of all orders that run every op once."""
+    everything = frozenset(range(len(graph.ops)))
+
+    def waits(op: int) -> set[int]:
+        makers = {graph.maker[value] for value in graph.reads[op]}
+        readers = {reader for _, old in graph.effects[op] for reader in graph.readers[old]}
+        draws = {other for other in range(op) if graph.ops[op].random and graph.ops[other].random}
+        return (makers | readers | draws) - {-1, op}
+
+    def alive(done: frozenset[int]) -> set[int]:
+        made = {value for op in done for value in graph.makes[op] if not _lasting(graph, value)}
+        return {value for value in made if value in graph.required or set(graph.readers[value]) - done}
+
+    @cache
+    def rest(done: frozenset[int]) -> int:
+        peaks = [0] if done == everything else []
+        for op in everything - done:
+            if waits(op) <= done:
+                before, after = alive(done), alive(done | {op})
+                there = [value for value in before.union(graph.makes[op]) if not _lasting(graph, value)]
+                used = sum(costs.nbytes[value] for value in there) + costs.extra[op]
+                used -= _taken(graph, costs, op, frozenset(before - after))
+                peaks.append(max(used, rest(done | {op})))
+        return min(peaks)
+
+    return sum(costs.nbytes[item.value] for item in graph.inputs) + rest(frozenset())

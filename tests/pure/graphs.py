@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lowtide.costs import Costs
-from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Read, Value, View
+from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Read, Value, View
 from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
 
 SIZES = (0, 1, 60, 64, 64, 64, 100, 128, 128, 256)  # bytes; several values must have equal sizes
@@ -118,6 +118,71 @@ def _make_outputs(
 
 def _last_reader(ops: list[Op], value: int) -> int:
     return max((index for index, op in enumerate(ops) if value in op.reads), default=-1)
+
+
+def make_step(random: Random, size: int) -> Graph:
+    """A training step of `size` ops, all of them needed: a forward, a backward that reads it, updates of parameters."""
+    values = [Value("x", 64, "batch", 0), Value("w0", 64, "parameter", 1), Value("w1", 128, "parameter", 2)]
+    inputs = tuple(Input(number, (value.name,)) for number, value in enumerate(values))
+    weights = [1, 2]  # those that are not updated yet
+    ops: list[Op] = []
+
+    def add(phase: Phase, reads: list[int], makes: int = 1, updates: tuple[int, ...] = ()) -> list[int]:
+        made = list(range(len(values), len(values) + makes))
+        values.extend(Value(f"v{n}", 64 * random.choice((1, 1, 2, 3)), "activation", n) for n in made)
+        pairs = tuple((len(values) + n, old) for n, old in enumerate(updates))
+        values.extend(dataclasses.replace(values[old], name=f"{values[old].name}+") for old in updates)
+        draws = not updates and random.random() < 0.1
+        args = tuple(Read(value) for value in dict.fromkeys(reads))
+        ops.append(Op(f"op{len(ops)}", "made.up", args, (), tuple(made), pairs, random=draws, phase=phase))
+        return made
+
+    states, gradient = [0], list[int]()
+    while len(ops) < max(1, size // 2):
+        other = random.sample(states, random.random() < 0.4) + random.sample(weights, random.random() < 0.4)
+        states += add("forward", [states[-1], *other], makes=random.choice((1, 1, 1, 2)))
+    while len(ops) < size:
+        state = states.pop() if len(states) > 1 else 3
+        if gradient and weights and random.random() < 0.3:
+            weight = weights.pop(random.randrange(len(weights)))
+            add("update", [weight, state, *gradient], makes=0, updates=(weight,))
+        else:
+            weight_read = random.sample(weights, bool(weights) and random.random() < 0.4)
+            gradient = add("backward", [state, *gradient, *weight_read])
+    read = {value for op in ops for value in op.reads}
+    ends = tuple(Output(value, "result", (value,)) for value in range(3, len(values)) if value not in read)
+    return Graph(tuple(ops), tuple(values), inputs, ends, generator_bytes=random.choice((0, 40)))
+
+
+def staying(graph: Graph) -> Graph:
+    """The same graph, but no input is used up by the step."""
+    last = {value.storage: number for number, value in enumerate(graph.values)}
+    ends = [(last[graph.values[item.value].storage], item) for item in graph.inputs if not item.stays]
+    outputs = tuple(Output(end, "input", item.path) for end, item in ends if end != item.value)
+    inputs = tuple(dataclasses.replace(item, stays=True) for item in graph.inputs)
+    return dataclasses.replace(graph, inputs=inputs, outputs=(*graph.outputs, *outputs))
+
+
+def with_optional(random: Random, graph: Graph) -> Graph:
+    """The graph with an optional op that makes a narrow value of a wide one, and one that makes the wide one of it."""
+    wide = random.choice([value for op in graph.ops for value in op.outputs if value is not None])
+    narrow = len(graph.values)
+    pack = Op("pack", "made.up", (Read(wide),), outputs=(narrow,), optional=True)
+    unpack = Op("unpack", "made.up", (Read(narrow),), outputs=(wide,), optional=True)
+    values = (*graph.values, Value("narrow", 16, "activation", narrow))
+    return dataclasses.replace(graph, ops=(*graph.ops, pack, unpack), values=values)
+
+
+def make_tree(random: Random, size: int) -> Graph:
+    """Ops that form trees: each value is read by at most one op; now and then one stays to the end all the same."""
+    ops, free = list[Op](), list[int]()
+    values = [Value(f"v{n}", 32 * random.randint(0, 4), "activation", n) for n in range(size)]
+    for number in range(size):
+        reads = random.sample(free, min(len(free), random.choice((0, 1, 1, 2, 3))))
+        free = [value for value in free if value not in reads] + [number]
+        ops.append(Op(f"op{number}", "made.up", tuple(map(Read, reads)), outputs=(number,)))
+    ends = sorted({*free, *(n for n in range(size) if random.random() < 0.1)})
+    return Graph(tuple(ops), tuple(values), (), tuple(Output(value, "result", (value,)) for value in ends))
 
 
 def make_costs(random: Random, graph: Graph) -> Costs:
@@ -489,3 +554,29 @@ def make_case(size: int, seed: int) -> Case:
 def cases(max_size: int = 10) -> st.SearchStrategy[Case]:
     """Cases of up to `max_size` ops."""
     return st.builds(make_case, st.integers(1, max_size), st.integers(0, 2**32 - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Costed:
+    """A graph and its costs."""
+
+    maker: str
+    size: int
+    seed: int
+    graph: Graph = dataclasses.field(repr=False)
+    costs: Costs = dataclasses.field(repr=False)
+
+
+def make_costed(maker: str, size: int, seed: int) -> Costed:
+    """A "graph" as capture could have made it, a "step", one with "optional" ops, or a "tree"; all inputs stay."""
+    random = Random(seed)
+    graph = {"graph": make_graph, "tree": make_tree}.get(maker, make_step)(random, size)
+    if maker == "optional":
+        graph = with_optional(random, graph)
+    graph = staying(graph)
+    return Costed(maker, size, seed, graph, make_costs(random, graph))
+
+
+def costed(makers: tuple[str, ...], max_size: int) -> st.SearchStrategy[Costed]:
+    """Graphs of these makers with up to `max_size` ops."""
+    return st.builds(make_costed, st.sampled_from(makers), st.integers(1, max_size), st.integers(0, 2**32 - 1))
