@@ -1,0 +1,339 @@
+"""Layout: an offset in one arena for all that a program makes, so that blocks that are there together do not overlap.
+
+First fit, the largest first; where that leaves holes, a search that piles the blocks up below a height: the skyline of
+Burke, Kendall and Whitwell 2004, pruned by what is still to come at each moment as in MiniMalloc (Moffitt 2023), with
+restarts that put first what failed (squeaky wheel, Joslin and Clements 1999). It takes the program as it is: it
+moves no run, and undoes no in-place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from lowtide import native
+from lowtide.check import ALIGNMENT
+from lowtide.costs import Costs
+from lowtide.graph import Graph
+from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints
+from lowtide.program import Copy, Free, Instruction, Program, Run
+from lowtide.simulate import simulate
+
+SOURCE = Path(__file__).with_name("layout.cpp")
+SIGNATURES: native.Signatures = {
+    "lowtide_first_fit": ([INT, INTS, INTS, INTS, INTS, INT, INTS], None),
+    "lowtide_skyline": ([INT, INTS, INTS, INTS, INT, INT, INT, REALS, INTS, INTS], INT),
+}
+STEPS = 400_000  # of the search for one height: a second or less
+HEIGHTS = 6  # that are tried at most
+RESTART = 5  # steps for each buffer, after which the search begins anew
+LARGE = (0, 1e-4, 1e-2)  # of all live bytes: buffers above this are searched for, the others fill the holes
+NOISE = 0.5  # of the logarithm of a buffer's weight
+CLOSE = 1.01  # of the live bytes: good enough for an arena that has the room
+NEARLY = 1.001  # of the live bytes: good enough for blocks not to move out of the arena
+PARTS = tuple(part / 20 for part in range(20, 1, -1))  # of the arena, which are tried when blocks move out
+CANDIDATES = 32  # blocks that may move out, the largest at the peak
+
+
+def layout(
+    graph: Graph,
+    costs: Costs,
+    program: Program,
+    *,
+    limit: int | None = None,
+    steps: int = STEPS,
+    until: float = math.inf,
+    seed: int = 0,
+) -> Program:
+    """The program with an arena and all offsets.
+
+    It stops when the arena and what is outside it are within `limit` bytes, or, without one, when the arena is as small
+    as its live bytes; else it returns the best that is found in so many steps, or until the clock says `until`.
+    """
+    blocks, made = _blocks(graph, costs, program)
+    simulation = simulate(graph, costs, _placed(program, blocks, made))
+    goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
+    most = _move_out(blocks, simulation.start, np.array(simulation.outside, np.int64), goal)
+    inside = [block for block in blocks if not block.outside]
+    buffers = _buffers(inside)
+    offsets = pack(buffers, enough=goal - most if limit is not None else 0, steps=steps, until=until, seed=seed)
+    for block, offset in zip(inside, offsets, strict=True):
+        block.offset = int(offset)
+    return _placed(program, blocks, made, buffers.top(offsets))
+
+
+# ---------------------------------------------------------------------------------------------- the blocks of a program
+
+
+@dataclass
+class Block:
+    """Bytes that stay at one place: of a value and of those that are written over it, or of an op's temporaries."""
+
+    first: int  # the instruction at which it appears
+    last: int  # the instruction at which it is gone
+    nbytes: int
+    outside: bool  # of the arena
+    offset: int = 0
+
+
+def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], list[tuple[int, ...]]]:
+    """The blocks of a program, and for each instruction those of what it makes."""
+    end = len(program.instructions)
+    lasting = [value.storage in graph.lasting_storages for value in graph.values]
+    leaves = [lasting[value] or value in graph.required for value in range(len(graph.values))]
+    blocks: list[Block] = []
+    holding: dict[int, int] = {}  # value on the device -> its block
+
+    def new(first: int, last: int, nbytes: int, outside: bool) -> int:
+        blocks.append(Block(first, last, nbytes, outside or not nbytes))
+        return len(blocks) - 1
+
+    for item in graph.inputs:
+        holding[item.value] = new(0, end, costs.nbytes[item.value], True)
+    made: list[tuple[int, ...]] = []
+    for now, instruction in enumerate(program.instructions):
+        row: list[int] = []
+        match instruction:
+            case Free(value, "device"):
+                blocks[holding.pop(value)].last = now
+            case Copy(value, "device"):
+                holding[value] = new(now, end, costs.nbytes[value], leaves[value])
+                row.append(holding[value])
+            case Run(op, _, over, again):
+                onto = dict(over)
+                for value in graph.makes_of(op, again=again):
+                    if value in onto:
+                        holding[value] = holding.pop(onto[value])
+                        blocks[holding[value]].outside |= leaves[value]
+                        row.append(holding[value])
+                    elif value in holding:  # made a second time, and dropped
+                        row.append(new(now, now + 1, costs.nbytes[value], leaves[value]))
+                    else:
+                        holding[value] = new(now, end, costs.nbytes[value], leaves[value])
+                        row.append(holding[value])
+                if costs.extra[op]:
+                    row.append(new(now, now + 1, costs.extra[op], False))
+        made.append(tuple(row))
+    return blocks, made
+
+
+def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], arena: int = ALIGNMENT) -> Program:
+    """The program with its blocks at their offsets."""
+    rows: list[Instruction] = []
+    for instruction, row in zip(program.instructions, made, strict=True):
+        at = tuple(-1 if blocks[k].outside else blocks[k].offset for k in row)
+        match instruction:
+            case Run(op, _, over, again):
+                rows.append(Run(op, at if arena else (), over, again))
+            case Copy(value, "device"):
+                rows.append(Copy(value, "device", at[0]))
+            case _:
+                rows.append(instruction)
+    return Program(program.graph, tuple(rows), arena)
+
+
+def _buffers(blocks: list[Block]) -> Buffers:
+    """What the blocks take of the arena."""
+    rows = [(block.first, block.last, -(-block.nbytes // ALIGNMENT) * ALIGNMENT) for block in blocks]
+    return Buffers(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+
+
+def _move_out(blocks: list[Block], start: int, outside: Ints, goal: int) -> int:
+    """Move blocks out of the arena where all is more than `goal` bytes, and return the most that is outside then.
+
+    Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
+    gradient, would have its bytes to itself from the start, when activations could use them until it is made.
+    """
+    inside = [block for block in blocks if not block.outside]
+    buffers = _buffers(inside)
+    level = _level(buffers.first, buffers.last, buffers.nbytes, len(outside))
+    most = max(start, int(outside.max(initial=0)))
+    live = max(start, int((level + outside).max(initial=0)))
+    best, moved = int(level.max(initial=0)) + most, list[int]()
+    if not inside or best <= NEARLY * live:
+        return most
+    goal = goal if goal >= live else int(NEARLY * live)
+    for part in PARTS:
+        if best <= goal:
+            break
+        chosen, kept, left = _divide(buffers, level, outside, int(part * max(0, goal - most)))
+        if kept + max(start, left) < best:
+            best, moved = kept + max(start, left), chosen
+    for k in moved:
+        inside[k].outside = True
+        outside[inside[k].first : inside[k].last + 1] += inside[k].nbytes
+    return max(start, int(outside.max(initial=0)))
+
+
+def _divide(buffers: Buffers, level: Ints, outside: Ints, arena: int) -> tuple[list[int], int, int]:
+    """The buffers to move out so that `arena` bytes hold the others, and the most bytes in both places then."""
+    level, outside, moved = level.copy(), outside.copy(), list[int]()
+    first, last, nbytes = buffers.first, buffers.last.copy(), buffers.nbytes
+
+    def outside_with(k: int) -> int:
+        return int(outside[first[k] : last[k] + 1].max() + nbytes[k])
+
+    while level.max() > arena:
+        now = level.argmax()
+        there = np.flatnonzero((first <= now) & (now < last))
+        large = there[np.argsort(-nbytes[there], kind="stable")][:CANDIDATES].tolist()
+        most = int(outside.max())
+        k = min(large, key=lambda k: max(most, outside_with(k)))
+        level[first[k] : last[k]] -= nbytes[k]
+        outside[first[k] : last[k] + 1] += nbytes[k]
+        last[k] = first[k]
+        moved.append(k)
+    return moved, int(level.max()), int(outside.max())
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Boxes to be piled up: the half-open times of their lives, and their bytes, multiples of the alignment."""
+
+    first: Ints
+    last: Ints
+    nbytes: Ints
+
+    @property
+    def live(self) -> int:
+        """The most bytes at any time: no arena is smaller."""
+        return int(_level(self.first, self.last, self.nbytes, int(self.last.max(initial=0))).max(initial=0))
+
+    def top(self, offsets: Ints) -> int:
+        """The bytes of an arena with these offsets."""
+        return int((offsets + self.nbytes).max(initial=0))
+
+    def only(self, chosen: Ints) -> Buffers:
+        """Some of them, with no more moments than it takes to tell which are alive together."""
+        first, last = self.first[chosen], self.last[chosen]
+        starts = np.unique(first)
+        first, last = np.searchsorted(starts, first), np.searchsorted(starts, last)
+        ends = np.zeros(len(starts) + 1, np.int64)
+        ends[last] = 1  # a moment without an end after it holds no more than the next one
+        moment = np.concatenate(([0], np.cumsum(ends[1:])))
+        return Buffers(moment[first], moment[last], self.nbytes[chosen])
+
+
+def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
+    """The bytes that are there at each time."""
+    change = np.zeros(end + 1, np.int64)
+    np.add.at(change, first, nbytes)
+    np.add.at(change, last, -nbytes)
+    return change.cumsum()[:end]
+
+
+def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float = math.inf, seed: int = 0) -> Ints:
+    """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
+    low = live = buffers.live
+    by_size = np.lexsort((buffers.first, -buffers.nbytes))
+    best = first_fit(buffers, by_size)
+    ways = list(_ways(buffers, by_size, live))
+    chance = np.random.default_rng(seed)
+    for attempt in range(HEIGHTS):
+        top = buffers.top(best)
+        if top <= max(low, enough if attempt else min(enough, int(CLOSE * live))):
+            break
+        height = (low + top) // 2 // ALIGNMENT * ALIGNMENT if attempt else live
+        if attempt and low < enough < top:
+            height = enough // ALIGNMENT * ALIGNMENT
+        found = _below(buffers, height, ways, steps, until, chance)
+        if found is not None and buffers.top(found) < top:
+            best = found
+        if found is None or buffers.top(found) > height:
+            low = height + ALIGNMENT
+    return best
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to search: which buffers are searched for, which of them come first, and the order of the others."""
+
+    chosen: Ints
+    boxes: Buffers
+    weight: Floats
+    blamed: Ints  # how often each of the boxes was lacking where nothing could lie
+    others: Ints
+
+
+def _ways(buffers: Buffers, by_size: Ints, live: int) -> Iterator[_Way]:
+    """Large and small buffers apart, or all at once; the long ones first, or the large ones, or both."""
+    sizes = set()
+    for part in LARGE:
+        large = buffers.nbytes[by_size] > part * live
+        chosen, others = by_size[large], by_size[~large]
+        if not len(chosen) or len(chosen) in sizes:
+            continue
+        sizes.add(len(chosen))
+        boxes = buffers.only(chosen)
+        length, size = (boxes.last - boxes.first).astype(float), boxes.nbytes.astype(float)
+        for weight in (length, size, length * size):
+            yield _Way(chosen, boxes, weight, np.zeros(len(chosen), np.int64), others)
+
+
+def _below(
+    buffers: Buffers, height: int, ways: list[_Way], steps: int, until: float, chance: np.random.Generator
+) -> Ints | None:
+    """Offsets below a height; or a little above it, when only the small buffers had no room; or none."""
+    best = None
+    for number in count():
+        way = ways[number % len(ways)]
+        if steps <= 0 or time.monotonic() > until:
+            break
+        noise = NOISE * (chance.random(len(way.chosen)) - 0.5) * (number >= len(ways))
+        restart = RESTART * len(way.chosen)
+        state, piled = skyline(way.boxes, height, way.weight * np.exp(noise), way.blamed, steps=restart)
+        if state < 0:
+            break  # there is no such pile
+        steps -= restart
+        if state > 0:
+            offsets = np.full(len(buffers.nbytes), -1, np.int64)
+            offsets[way.chosen] = piled
+            offsets = first_fit(buffers, way.others, offsets)
+            if best is None or buffers.top(offsets) < buffers.top(best):
+                best = offsets
+            if buffers.top(best) <= height:
+                break
+    return best
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return native.library(SOURCE, SIGNATURES, what="the layout of the arena")
+
+
+def first_fit(buffers: Buffers, order: Ints, offsets: Ints | None = None) -> Ints:
+    """The lowest offset with room for one buffer after the other, around those that have an offset already."""
+    placed = np.full(len(buffers.nbytes), -1, np.int64) if offsets is None else offsets.copy()
+    if not len(order):
+        return placed
+    boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
+    _library().lowtide_first_fit(len(placed), *boxes, ints(order), len(order), ints(placed))
+    return placed
+
+
+def skyline(buffers: Buffers, height: int, weight: Floats, blamed: Ints, *, steps: int) -> tuple[int, Ints]:
+    """Search for offsets below a height: 1 and the offsets, 0 if the steps were too few, -1 if there are none.
+
+    The height is at least that of the live bytes, and the times are moments as `only` counts them.
+
+    Where there is a choice, the buffer with the most weight times blame comes first; those that could not be placed at
+    a dead end are blamed.
+    """
+    offsets = np.full(len(buffers.nbytes), -1, np.int64)
+    boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
+    moments = int(buffers.last.max(initial=0))
+    state = _library().lowtide_skyline(
+        len(offsets), *boxes, moments, height, steps, weight.ctypes.data_as(REALS), ints(blamed), ints(offsets)
+    )
+    return state, offsets
