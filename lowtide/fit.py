@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lowtide.budget import read_budget
@@ -10,7 +11,7 @@ from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.measure import measure
-from lowtide.plan import TIME_LIMIT, as_eager, keep_everything, plan
+from lowtide.plan import TIME_LIMIT, as_eager, keep_everything, plan, with_narrow
 from lowtide.program import Plan, Program
 from lowtide.simulate import simulate
 
@@ -71,6 +72,8 @@ class Fitted:
         graph = captured.graph
         if self._budget is None:
             return execute(captured, keep_everything(graph))
+        captured = replace(captured, graph=with_narrow(graph))
+        graph = captured.graph
         costs = measure(graph)
         stays = costs.stays(graph)
         budget = read_budget(self._budget, stays=stays, eager_peak=simulate(graph, costs, as_eager(graph)).peak)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lowtide import files
@@ -72,26 +72,12 @@ class Program:
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
-        rows = [_encode(instruction) for instruction in self.instructions]
-        payload = {"graph": self.graph, "arena": self.arena, "instructions": rows}
-        files.save(path, "program", payload, force=force)
+        files.save(path, "program", _encode_program(self), force=force)
 
     @staticmethod
     def load(path: str | os.PathLike[str], graph: Graph) -> Program:
-        """Load what `save` wrote, for this graph."""
-        data: Any = files.load(path, "program")
-        try:
-            program = Program(
-                str(data["graph"]), tuple(_decode(row) for row in data["instructions"]), int(data["arena"])
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise FileError(f"{path} holds no valid program: {error!r}", hint="plan again.") from error
-        if program.graph != graph.fingerprint:
-            raise FileError(
-                f"{path} is a program for graph {program.graph[:12]}, not for this one, {graph.fingerprint[:12]}.",
-                hint="plan this graph.",
-            )
-        return program
+        """Load what `save` wrote, for this graph; of a saved plan, its program."""
+        return _decode_program(files.load(path, "program"), path, graph)
 
 
 @dataclass(frozen=True)
@@ -104,6 +90,7 @@ class Plan:
     seconds: float  # of one step, predicted
     base_seconds: float  # of the step without recomputation
     bound_seconds: float  # of one step: no program within the budget is quicker
+    least_bound: int  # bytes: no program has a lower peak
     planning_seconds: float
 
     @property
@@ -115,6 +102,33 @@ class Plan:
     def overhead(self) -> float:
         """The extra time as a fraction of the step's seconds without recomputation."""
         return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Save to one text file: the program, and beside it what it promises."""
+        promise = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "program"}
+        files.save(path, "program", {**_encode_program(self.program), "promise": promise}, force=force)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], graph: Graph) -> Plan:
+        """Load what `save` wrote, for this graph; whether it still keeps its promise is for the judge to say."""
+        data: Any = files.load(path, "program")
+        program = _decode_program(data, path, graph)
+        if "promise" not in data:
+            raise FileError(f"{path} holds a program without what it promises.", hint="plan again.")
+        try:
+            told = data["promise"]
+            return Plan(
+                program=program,
+                budget=None if told["budget"] is None else int(told["budget"]),
+                peak=int(told["peak"]),
+                seconds=float(told["seconds"]),
+                base_seconds=float(told["base_seconds"]),
+                bound_seconds=float(told["bound_seconds"]),
+                least_bound=int(told["least_bound"]),
+                planning_seconds=float(told["planning_seconds"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} holds no valid plan: {error!r}", hint="plan again.") from error
 
 
 def show(instruction: Instruction, graph: Graph) -> str:
@@ -130,6 +144,25 @@ def show(instruction: Instruction, graph: Graph) -> str:
             return f"copy %{value} {graph.values[value].name} to {to}" + ("" if offset < 0 else f" at {offset}")
         case Wait(value, place):
             return f"wait for %{value} {graph.values[value].name} on {place}"
+
+
+def _encode_program(program: Program) -> dict[str, Any]:
+    rows = [_encode(instruction) for instruction in program.instructions]
+    return {"graph": program.graph, "arena": program.arena, "instructions": rows}
+
+
+def _decode_program(data: Any, path: str | os.PathLike[str], graph: Graph) -> Program:
+    """The program of a file, if it is one of this graph."""
+    try:
+        program = Program(str(data["graph"]), tuple(_decode(row) for row in data["instructions"]), int(data["arena"]))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise FileError(f"{path} holds no valid program: {error!r}", hint="plan again.") from error
+    if program.graph != graph.fingerprint:
+        raise FileError(
+            f"{path} is a program for graph {program.graph[:12]}, not for this one, {graph.fingerprint[:12]}.",
+            hint="plan this graph.",
+        )
+    return program
 
 
 def _encode(instruction: Instruction) -> list[Any]:

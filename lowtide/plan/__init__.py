@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from lowtide.check import check
 from lowtide.costs import Costs
+from lowtide.errors import BudgetError
 from lowtide.graph import Graph
-from lowtide.plan.cut import Turn
-from lowtide.plan.emit import emit
-from lowtide.plan.infeasible import explain
+from lowtide.plan.classics import CLASSICS
+from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
-from lowtide.plan.order import captured_order, early_updates
-from lowtide.plan.problem import Ints, Problem, problem
-from lowtide.plan.recompute import recompute
+from lowtide.plan.narrow import with_narrow
+from lowtide.plan.planning import BEST, METHODS, TIME_LIMIT, Planning, Progress
 from lowtide.program import Plan
-from lowtide.simulate import simulate
 
-__all__ = ["TIME_LIMIT", "as_eager", "keep_everything", "plan"]
-
-TIME_LIMIT = 6.0  # seconds of search
+__all__ = [
+    "BEST",
+    "CLASSICS",
+    "METHODS",
+    "TIME_LIMIT",
+    "as_eager",
+    "curve",
+    "keep_everything",
+    "least",
+    "plan",
+    "with_narrow",
+]
 
 
 def plan(
@@ -28,46 +34,61 @@ def plan(
     costs: Costs,
     budget: int | None = None,
     *,
+    method: str = BEST,
     time_limit: float = TIME_LIMIT,
     seed: int = 0,
-    progress: Callable[[float], None] | None = None,
+    known: Iterable[Plan] = (),
+    progress: Progress | None = None,
 ) -> Plan:
-    """The quickest program within the budget that can be found in the time; without a budget nothing runs twice."""
-    begun = time.monotonic()
-    arrays = problem(graph, costs)
-    orders = sorted((early_updates(graph), captured_order(graph)), key=arrays.peak)
-    sequence, target, bound = orders[0], budget, 0.0
-    while True:
-        if target is not None and arrays.peak(sequence) > target:
-            bound, starts = _starts(arrays, orders, budget or target)
-            until = max(begun + time_limit, time.monotonic() + time_limit / 4)
-            found = recompute(arrays, starts, target, until=until, seed=seed, progress=progress)
-            if found.sequence is None:
-                raise explain(arrays, budget or 0, found.least_peak)
-            sequence = found.sequence
-        program = emit(arrays, sequence)
-        simulation = simulate(graph, costs, program)
-        if budget is None or target is None or simulation.peak <= budget:
-            break
-        # Saved states of the random generator are not in the arrays: aim lower by what they take.
-        target -= simulation.peak - budget
-    check(graph, costs, program, budget=budget)
-    return Plan(
-        program=program,
-        budget=budget,
-        peak=simulation.peak,
-        seconds=simulation.seconds,
-        base_seconds=arrays.time(orders[0]),
-        bound_seconds=arrays.time(orders[0]) + bound,
-        planning_seconds=time.monotonic() - begun,
-    )
+    """The quickest program within the budget that can be found in the time; without a budget nothing runs twice.
+
+    A classic by name plans as its paper does. Plans that are `known` already are where the search starts from, and no
+    result is slower than those of them that fit. The same seed gives the same plan, unless the machine is so slow that
+    the clock ends the search.
+    """
+    planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress)
+    return planning.within(budget, method, known)
 
 
-def _starts(arrays: Problem, orders: list[Ints], budget: int) -> tuple[float, list[Ints]]:
-    """A lower bound on the seconds of recomputation, and sequences to start from: the orders, and cuts at the turn."""
-    turn = Turn(arrays, orders[0])
-    bound, cuts = turn.search(budget - arrays.stays)
-    sets = {cut.keep: cut.nbytes for cut in cuts}
-    near = sorted(sets, key=lambda keep: abs(sets[keep] - (budget - arrays.stays)))[:8]
-    sequences = (turn.sequence(keep) for keep in near)
-    return bound, [orders[0], *(sequence for sequence in sequences if arrays.allows(sequence))]
+def least(graph: Graph, costs: Costs) -> Plan:
+    """The plan with the least peak that is found, whatever time it takes."""
+    return Planning(graph, costs).least()
+
+
+def curve(
+    graph: Graph,
+    costs: Costs,
+    budgets: Sequence[int] | None = None,
+    *,
+    points: int = 12,
+    method: str = BEST,
+    time_limit: float = TIME_LIMIT,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Plan]:
+    """A plan for each budget, by default from the least that can be planned to what needs no recomputation.
+
+    With more bytes no plan is slower, and with fewer none has a higher peak: where another budget's plan fits and is
+    quicker than a budget's own, it stands in. Budgets that nothing fits are left out. `time_limit` is for each.
+    """
+    planning = Planning(graph, costs, time_limit=time_limit, seed=seed)
+    if budgets is None:
+        low = planning.least().peak if method == BEST else floor(planning.arrays)[0]
+        high = planning.within(None).peak
+        budgets = [round(low + (high - low) * part / max(1, points - 1)) for part in range(points)]
+    found: dict[int, Plan] = {}
+    for done, budget in enumerate(sorted(set(budgets), reverse=True)):
+        if progress is not None:
+            progress(done, len(budgets))
+        try:
+            found[budget] = planning.within(budget, method, found.values())
+        except BudgetError:
+            continue
+    return [_quickest(budget, found.values()) for budget in sorted(found)]
+
+
+def _quickest(budget: int, plans: Iterable[Plan]) -> Plan:
+    """The plan for a budget: of all that fit the quickest, and of those the smallest."""
+    own = next(one for one in plans if one.budget == budget)
+    best = min((one for one in plans if one.peak <= budget), key=lambda one: (one.seconds, one.peak))
+    return replace(best, budget=budget, bound_seconds=min(own.bound_seconds, best.seconds))

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lowtide.errors import BudgetError
+from lowtide.plan.exact import useful
 from lowtide.plan.problem import Problem
 
 
 def floor(problem: Problem) -> tuple[int, int]:
     """A number of bytes that no program can do without, and the op that needs them."""
-    graph, costs = problem.graph, problem.costs
-    needs = []
-    for op in range(len(graph.ops)):
+    costs = problem.costs
+    replaceable = problem.optional.astype(bool) | (problem.swap >= 0)
+    needs = {-1: 0}
+    for op in useful(problem):
+        if replaceable[op]:
+            continue
         reads = problem.reads[problem.read_start[op] : problem.read_start[op + 1]]
         makes = problem.makes[problem.make_start[op] : problem.make_start[op + 1]]
         pairs = range(problem.over_start[op], problem.over_start[op + 1])
         saved = sum({int(problem.over_made[k]): int(problem.nbytes[problem.over_made[k]]) for k in pairs}.values())
         held = int(problem.nbytes[reads].sum() + problem.nbytes[makes].sum()) - saved
-        needs.append(held + costs.extra[op])
-    largest = max(range(len(needs)), key=needs.__getitem__)
+        needs[op] = held + costs.extra[op]
+    largest = max(needs, key=needs.__getitem__)
     return problem.stays + needs[largest], largest
 
 
-def explain(problem: Problem, budget: int, least: int) -> BudgetError:
+def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") -> BudgetError:
     """What to tell a person whose budget nothing fits."""
     graph, costs = problem.graph, problem.costs
     least_possible, op = floor(problem)
@@ -33,8 +37,9 @@ def explain(problem: Problem, budget: int, least: int) -> BudgetError:
     if costs.extra[op]:
         rows.append(f"  {costs.extra[op]:>14,} B  temporaries inside the op")
     where = " ".join(filter(None, (item.module, item.source)))
+    who = "no plan found" if method == "lowtide" else f"{method} finds no plan"
     return BudgetError(
-        f"no plan found within {budget:,} bytes, of which {problem.stays:,} stay between steps.\n"
+        f"{who} within {budget:,} bytes, of which {problem.stays:,} stay between steps.\n"
         f"No step can do with less than {least_possible:,}: {item.name} ({where}) needs these together:\n"
         + "\n".join(rows)
         + f"\nThe least peak that was reached is {least:,} bytes.",

@@ -1,4 +1,5 @@
-"""Order: the captured one, with every update right after what it needs, so that gradients go early.
+"""Order: the captured one, with every update right after what it needs, so that gradients go early, and with
+results that wait for long made only when they are read.
 
 With global clipping an update needs every gradient, and the order says so by itself.
 """
@@ -8,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.graph import Graph
-from lowtide.plan.problem import Ints
+from lowtide.plan.problem import Ints, Problem
 
 
 def captured_order(graph: Graph) -> Ints:
     """The order in which eager ran the ops."""
-    return np.arange(len(graph.ops), dtype=np.int64)
+    return np.array(graph.ordinary, dtype=np.int64)
 
 
 def early_updates(graph: Graph) -> Ints:
@@ -57,10 +58,35 @@ def early_updates(graph: Graph) -> Ints:
             ready = [other for other in followers[op] if not missing[other] and graph.ops[other].phase == "update"]
             stack += reversed(ready)
 
-    for op in range(len(graph.ops)):
+    for op in graph.ordinary:
         if not done[op]:
             emit(op)
     return np.array(order, dtype=np.int64)
+
+
+def late_results(problem: Problem, order: Ints) -> Ints:
+    """The order, but an op that makes more bytes than it lets go runs right before what first needs it."""
+    graph = problem.graph
+    waits = _waits(graph)
+    followers: list[list[int]] = [[] for _ in graph.ops]
+    for op in map(int, order):
+        for other in waits[op]:
+            followers[other].append(op)
+    place = {int(op): number for number, op in enumerate(order)}
+    goes_to = dict(place)
+    for op in map(int, reversed(order)):
+        if graph.effects[op] or graph.ops[op].random or graph.ops[op].phase == "update" or not followers[op]:
+            continue
+        to = min(goes_to[other] for other in followers[op])
+        made = sum(int(problem.nbytes[value]) for value in graph.makes[op])
+        held = 0  # bytes of arguments that live longer if the op waits
+        for value in graph.reads[op]:
+            if graph.maker[value] >= 0 and value not in graph.required:
+                readers = (goes_to[other] for other in graph.readers[value] if other != op and other in place)
+                held += int(problem.nbytes[value]) if max(readers, default=-1) < to else 0
+        if made > held:
+            goes_to[op] = to
+    return np.array(sorted(place, key=lambda op: (goes_to[op], place[op])), np.int64)
 
 
 def _waits(graph: Graph) -> list[set[int]]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lowtide import native
 from lowtide.costs import Costs
 from lowtide.graph import Graph
+from lowtide.plan.narrow import narrow_keeps
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -33,15 +34,17 @@ class _Problem(ctypes.Structure):
         *((name, INTS) for name in ("read_start", "reads", "make_start", "makes")),
         *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
         ("seconds", REALS),
-        *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("required", "pinned", "repeatable")),
+        *((name, INTS) for name in ("pack", "packed", "unpack", "finish", "swap")),
+        *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("required", "pinned", "repeatable", "optional", "once")),
     ]
 
 
 PROBLEM = ctypes.POINTER(_Problem)
 SIGNATURES: native.Signatures = {
     "lowtide_profile": ([PROBLEM, INTS, INT, INTS], INT),
-    "lowtide_shave": ([PROBLEM, INTS, INT, INT, INT, INT, REAL, REALS, INT, REAL, INT, INTS], INT),
-    "lowtide_delete": ([PROBLEM, INTS, INT, INTS, INT, INT], INT),
+    "lowtide_shave": ([PROBLEM, INTS, INT, INT, INT, INT, REAL, REALS, INT, REAL, INT, INTS, INTS], INT),
+    "lowtide_tidy": ([PROBLEM, INTS, INT, INT, INT], INT),
+    "lowtide_search": ([PROBLEM, INTS, INTS, INTS, INT, INT, INT, INT, INT, REAL, REAL], None),
 }
 
 
@@ -64,9 +67,16 @@ class Problem:
     killer: Ints
     extra: Ints
     seconds: Floats
+    pack: Ints  # of each value: the op that makes a narrow one of it, that one, and the ops back; -1: none
+    packed: Ints
+    unpack: Ints
+    finish: Ints
+    swap: Ints  # of each op: the op that reads the narrow value in its place; -1: none
     required: Bytes
     pinned: Bytes
     repeatable: Bytes
+    optional: Bytes
+    once: Bytes  # values that only a first run makes
 
     @cached_property
     def library(self) -> ctypes.CDLL:
@@ -78,12 +88,14 @@ class Problem:
         """The arrays as the inner loops read them."""
         arrays = [self.read_start, self.reads, self.make_start, self.makes, self.over_start, self.over_made]
         arrays += [self.over_read, self.nbytes, self.maker, self.killer, self.extra]
-        flags = (self.required, self.pinned, self.repeatable)
+        narrow = (self.pack, self.packed, self.unpack, self.finish, self.swap)
+        flags = (self.required, self.pinned, self.repeatable, self.optional, self.once)
         return _Problem(
             len(self.graph.ops),
             len(self.graph.values),
             *(array.ctypes.data_as(INTS) for array in arrays),
             self.seconds.ctypes.data_as(REALS),
+            *(array.ctypes.data_as(INTS) for array in narrow),
             *(array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)) for array in flags),
         )
 
@@ -124,11 +136,12 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     killer = np.full(len(graph.values), -1, np.int64)
     pairs: list[list[tuple[int, int]]] = []
     reads = []
+    once = np.zeros(len(graph.values), np.uint8)
     for index, op in enumerate(graph.ops):
         # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept.
         reads.append(graph.reads_of(index, again=op.detachable))
-        for _, old in graph.effects[index]:
-            killer[old] = index
+        for new, old in graph.effects[index]:
+            killer[old], once[new] = index, 1
         candidates = dict.fromkeys((*op.updates, *costs.in_place[index]))
         pairs.append(
             [
@@ -138,6 +151,14 @@ def problem(graph: Graph, costs: Costs) -> Problem:
                 and not {graph.values[made].storage, graph.values[read].storage} & lasting
             ]
         )
+    pack, packed, unpack, finish = (np.full(len(graph.values), -1, np.int64) for _ in range(4))
+    swap = np.full(len(graph.ops), -1, np.int64)
+    for keep in narrow_keeps(graph):
+        pack[keep.value], packed[keep.value] = keep.pack, keep.packed
+        if keep.rebuild:
+            unpack[keep.value], finish[keep.value] = (*keep.rebuild, -1)[:2]
+        for reader, instead in keep.swaps:
+            swap[reader] = instead
     nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
     read_start, flat_reads = _ragged(reads)
     make_start, flat_makes = _ragged(graph.makes)
@@ -158,9 +179,16 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         killer=killer,
         extra=np.array(costs.extra, np.int64),
         seconds=np.array(costs.seconds, np.float64),
+        pack=pack,
+        packed=packed,
+        unpack=unpack,
+        finish=finish,
+        swap=swap,
         required=np.array([value in graph.required for value in range(len(graph.values))], np.uint8),
         pinned=np.array([bool(graph.effects[i]) or op.random for i, op in enumerate(graph.ops)], np.uint8),
         repeatable=np.array([graph.repeatable(i) for i in range(len(graph.ops))], np.uint8),
+        optional=np.array([op.optional for op in graph.ops], np.uint8),
+        once=once,
     )
 
 

@@ -6,26 +6,28 @@ place of staleness; ruin and recreate is Schrimpf et al. 2000. Nothing here prov
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-from lowtide.plan.problem import REALS, Floats, Ints, Problem, ints
+from lowtide.plan.problem import REALS, Ints, Problem, ints
 
 GROWTH = 8  # a sequence may become this many times as long as the graph
 PATIENCE = 4.0  # and take this many times its seconds, before a start is given up
-BATCHES = (1, 4, 16)
-PENALTIES = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A sequence within the budget, or the lowest peak that was reached."""
-
-    sequence: Ints | None
-    least_peak: int  # bytes, with those that stay
+ROUNDS = 20_000  # of shaving
+MANNERS = ((4, 0.0), (16, 1.0), (1, 1.0), (16, 0.0), (4, 1.0), (1, 0.0))  # values let go at a time, penalty for width
+STARTS = 0.2  # of the work: for the starts
+PATIENT = 50_000_000  # places that are looked at before one start is given up
+RATE = 100_000_000  # places that a search looks at for each second that it is given
+SLICES = 10  # between which the clock is looked at
+LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
+HEATS = ((12, 0.2), (4, 0.2), (2, 0.4))  # of a race: how many run, and their share of the work
+HEAT = 0.004  # of the step: how much slower a sequence may become at first
 
 
 def shave(
@@ -35,55 +37,40 @@ def shave(
     *,
     batch: int = 1,
     penalty: float = 0.0,
-    weight: Floats | None = None,
-    rounds: int = 20_000,
     smallest: int = 0,
+    work: Ints | None = None,
 ) -> tuple[Ints, int]:
-    """Repeat runs until the peak is within the budget, or nothing helps; the sequence and its peak."""
+    """Repeat runs until the peak is within the budget, or nothing helps, or the work is done; and the peak."""
     room = max(len(sequence) * GROWTH, 4000)
-    work = np.zeros(room, np.int64)
-    work[: len(sequence)] = sequence
-    weight = np.ones(len(problem.nbytes)) if weight is None else weight
+    longer = np.zeros(room, np.int64)
+    longer[: len(sequence)] = sequence
+    weight = np.ones(len(problem.nbytes))
     reached = np.zeros(1, np.int64)
     length = problem.library.lowtide_shave(
         problem.struct,
-        ints(work),
+        ints(longer),
         len(sequence),
         room,
         budget - problem.stays,
         batch,
         penalty,
         weight.ctypes.data_as(REALS),
-        rounds,
+        ROUNDS,
         PATIENCE * float(problem.seconds.sum()),
         smallest,
+        ints(np.array([PATIENT]) if work is None else work),
         ints(reached),
     )
     if length < 0:
         return sequence, problem.peak(sequence)
-    return work[:length].copy(), problem.stays + int(reached[0])
+    return longer[:length].copy(), problem.stays + int(reached[0])
 
 
-def delete(problem: Problem, sequence: Ints, budget: int, *, noise: Floats | None = None, passes: int = 4) -> Ints:
+def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4) -> Ints:
     """Drop repeated runs, the slowest for their bytes first, while the peak stays within the budget."""
-    largest = _largest_made(problem)
-    for _ in range(passes):
-        _, first = np.unique(sequence, return_index=True)
-        repeated = np.setdiff1d(np.arange(len(sequence)), first)
-        if not len(repeated):
-            break
-        gain = problem.seconds[sequence[repeated]] / largest[sequence[repeated]]
-        if noise is not None:
-            gain = gain * noise[sequence[repeated]]
-        candidates = np.ascontiguousarray(repeated[np.argsort(-gain, kind="stable")])
-        work = sequence.copy()
-        length = problem.library.lowtide_delete(
-            problem.struct, ints(work), len(work), ints(candidates), len(candidates), budget - problem.stays
-        )
-        if length == len(sequence):
-            break
-        sequence = work[:length].copy()
-    return sequence
+    work = sequence.copy()
+    length = problem.library.lowtide_tidy(problem.struct, ints(work), len(work), budget - problem.stays, passes)
+    return work[:length].copy()
 
 
 def recompute(
@@ -91,94 +78,96 @@ def recompute(
     starts: list[Ints],
     budget: int,
     *,
+    limit: float,
     until: float,
+    enough: float = 0.0,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
-) -> Found:
-    """The quickest sequence within the budget that is found from these starts until the clock says `until`."""
+) -> Ints | None:
+    """The quickest sequence within the budget that is found from these starts with `limit` seconds' worth of search.
+
+    It stops early where a sequence takes `enough` seconds or less.
+    """
     smallest = int(problem.nbytes.max(initial=0) * 1e-4)
-    best: Ints | None = None
-    least = min(problem.peak(start) for start in starts)
-    for start in starts:
-        for batch in BATCHES:
-            for penalty in PENALTIES:
-                if best is not None and time.monotonic() > until:
-                    break
-                tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest)
-                least = min(least, peak)
-                if peak <= budget:
-                    best = _better(problem, best, delete(problem, tried, budget))
-    if best is None:
-        return Found(None, least)
-    base = problem.time(starts[0])
-    best = _ruin_and_recreate(problem, best, budget, smallest, until, seed, base, progress)
-    return Found(best, problem.peak(best))
+    field: dict[float, Ints] = {}  # by their seconds, so that no two are the same
+    left = limit * RATE * STARTS
+    for (batch, penalty), start in product(MANNERS, starts):
+        if field and (left < 0 or time.monotonic() > until):
+            break
+        work = np.array([PATIENT])
+        tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest, work=work)
+        left -= PATIENT - int(work[0])
+        if peak <= budget:
+            tried = tidy(problem, tried, budget)
+            field.setdefault(problem.time(tried), tried)
+    if not field:
+        return None
+    race = _Race(problem, budget, smallest, limit, until, seed, progress)
+    runners = [field[took] for took in sorted(field)]
+    for number, (among, share) in enumerate(HEATS):
+        if problem.time(runners[0]) > enough:
+            runners = race.run(runners[:among], share, number)
+    return runners[0]
 
 
-def _better(problem: Problem, one: Ints | None, other: Ints) -> Ints:
-    return other if one is None or problem.time(other) < problem.time(one) else one
-
-
-def _ruin_and_recreate(
-    problem: Problem,
-    best: Ints,
-    budget: int,
-    smallest: int,
-    until: float,
-    seed: int,
-    base: float,
-    progress: Callable[[float], None] | None,
-) -> Ints:
-    """Change a part of the sequence at random, mend it, and keep it if it is no slower than a cooling margin allows."""
-    chance = np.random.default_rng(seed)
-    now, now_time, best_time = best, problem.time(best), problem.time(best)
-    begun, span = time.monotonic(), max(1e-9, until - time.monotonic())
-    while time.monotonic() < until:
-        weight = np.exp(0.5 * chance.standard_normal(len(problem.nbytes)))
-        target, tried = budget, now
-        kind = chance.integers(3)
-        if kind == 0:
-            _, first = np.unique(now, return_index=True)
-            repeated = np.setdiff1d(np.arange(len(now)), first)
-            if not len(repeated):
-                break
-            count = min(len(repeated), int(chance.integers(1, 3 + len(repeated) // 50)))
-            middle = int(chance.integers(len(repeated)))
-            near = repeated[max(0, middle - count // 2) : middle - count // 2 + count]
-            gone = near if chance.random() < 0.5 else chance.choice(repeated, count, replace=False)
-            for place in gone:
-                op = now[place]
-                weight[problem.makes[problem.make_start[op] : problem.make_start[op + 1]]] = 1e6
-            tried = np.delete(now, gone)
-        elif kind == 1:
-            target = int(budget - (budget - problem.stays) * 0.15 * chance.random() ** 2)
-        else:
-            target = int(budget - (budget - problem.stays) * 0.03 * chance.random())
-            weight = weight * weight
-        if problem.peak(tried) > target:
-            batch, penalty = int(chance.choice((1, 2, 4))), float(chance.choice((0.0, 0.0, 1.0, 10.0)))
-            tried, peak = shave(
-                problem, tried, target, batch=batch, penalty=penalty, weight=weight, rounds=300, smallest=smallest
-            )
-            if peak > budget:
-                continue
-        noise = np.exp(float(chance.choice((0.0, 0.2, 0.5))) * chance.standard_normal(len(problem.seconds)))
-        tried = delete(problem, tried, budget, noise=noise, passes=2)
-        took = problem.time(tried)
-        margin = 0.002 * base * (1 - (time.monotonic() - begun) / span)
-        if took <= now_time or chance.random() < np.exp(-(took - now_time) / max(margin, 1e-12)):
-            now, now_time = tried, took
-            if took < best_time:
-                best, best_time = tried, took
-                if progress is not None:
-                    progress(best_time / base - 1)
+def lowest(problem: Problem, starts: list[Ints]) -> Ints:
+    """The sequence with the least peak that shaving finds, whatever time it takes."""
+    best = min(starts, key=problem.peak)
+    for part, (batch, penalty), start in product(LOWERINGS, MANNERS, [None, *starts]):
+        peak = problem.peak(best)
+        work = np.array([PATIENT // 5])
+        tried, reached = shave(
+            problem, best if start is None else start, int(peak * part), batch=batch, penalty=penalty, work=work
+        )
+        if reached < peak:
+            best = tried
     return best
 
 
-def _largest_made(problem: Problem) -> Floats:
-    """For each op the bytes of the largest value that it makes, at least one."""
-    largest = np.ones(len(problem.seconds))
-    for op in range(len(largest)):
-        made = problem.makes[problem.make_start[op] : problem.make_start[op + 1]]
-        largest[op] = max(1, problem.nbytes[made].max(initial=0))
-    return largest
+@dataclass(frozen=True)
+class _Race:
+    """Searches side by side, of which the better half goes on."""
+
+    problem: Problem
+    budget: int
+    smallest: int
+    limit: float
+    until: float
+    seed: int
+    progress: Callable[[float], None] | None
+
+    def run(self, runners: list[Ints], share: float, number: int) -> list[Ints]:
+        """Search from each of these with its part of this share of the work; the quickest first."""
+        work = int(self.limit * RATE * share / len(runners))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = list(
+                pool.map(lambda k: self._search(runners[k], work, number * len(runners) + k), range(len(runners)))
+            )
+        ranked = {self.problem.time(one): one for one in found}
+        if self.progress is not None:
+            self.progress(min(ranked))
+        return [ranked[took] for took in sorted(ranked)]
+
+    def _search(self, start: Ints, work: int, lane: int) -> Ints:
+        """Search with a cooling heat, in slices; all of the work, unless the clock stops it."""
+        problem, room = self.problem, max(len(start) * GROWTH, 4000)
+        now, best = np.zeros(room, np.int64), np.zeros(room, np.int64)
+        now[: len(start)] = best[: len(start)] = start
+        lengths = np.array([len(start), len(start)], np.int64)
+        for part in range(SLICES):
+            if time.monotonic() > self.until:
+                break
+            problem.library.lowtide_search(
+                problem.struct,
+                ints(now),
+                ints(best),
+                ints(lengths),
+                room,
+                self.budget - problem.stays,
+                self.smallest,
+                (self.seed * 1000 + lane) * SLICES + part,
+                work // SLICES,
+                HEAT * (1 - part / SLICES),
+                HEAT * (1 - (part + 1) / SLICES),
+            )
+        return best[: lengths[1]].copy()

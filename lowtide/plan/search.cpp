@@ -1,14 +1,20 @@
-// The inner loops of the planner: the memory profile of a sequence of ops, shaving its peak, deleting repeated runs.
+// The inner loops of the planner: the memory profile of a sequence of ops, shaving its peak, dropping runs, searching.
 //
 // A sequence is a list of op numbers, some of them more than once. A value lives from a run that makes it to its last
-// reader before the next run that makes it again; it is freed there. What may overwrite a dying argument does.
+// reader before the next run that makes it again; it is freed there. What may overwrite a dying argument does. So every
+// change below leaves a valid sequence: what reads a value later than foreseen lets it live longer.
+//
+// Work is counted in places that were looked at, so that a search ends with the same plan on every machine.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 using Int = int64_t;
 using Byte = uint8_t;
+using Sequence = std::vector<Int>;
 
 extern "C" struct Problem {
   Int ops, values;
@@ -20,9 +26,14 @@ extern "C" struct Problem {
   const Int *killer;                  // op that writes over an input for good; -1
   const Int *extra;                   // bytes inside each op
   const double *seconds;              // of each op
+  const Int *pack, *packed;           // of each value: the op that makes a narrow one of it, and that one; -1
+  const Int *unpack, *finish;         // of each value: the ops that make it again from the narrow one; -1
+  const Int *swap;                    // of each op: the op that reads the narrow value in its place; -1
   const Byte *required;               // values that outlive the step
   const Byte *pinned;                 // ops whose first run must stay where it is
   const Byte *repeatable;             // ops that may run again
+  const Byte *optional;               // ops that need not run
+  const Byte *once;                   // values that only a first run makes: what it leaves in parameters and the like
 };
 
 namespace {
@@ -34,7 +45,7 @@ struct Profile {
   std::vector<Byte> alive;
   std::vector<Int> change, made, used;
 
-  Int measure(const Problem &g, const std::vector<Int> &sequence) {
+  Int measure(const Problem &g, const Sequence &sequence) {
     const Int length = (Int)sequence.size();
     bytes.assign(length, 0), saved.assign(length, 0), change.assign(length, 0), made.assign(length, 0);
     alive.assign(g.required, g.required + g.values);
@@ -82,9 +93,9 @@ struct Profile {
 // Where each value is alive: for each run that makes it, from that place to its last reader.
 struct Lives {
   std::vector<Int> start, first, last, filled;
-  std::vector<Int> killed_at;  // of inputs: the place of the op that writes over it, or the end
+  std::vector<Int> killed_at;  // the place of the op that writes over it for good, or the end
 
-  void find(const Problem &g, const std::vector<Int> &sequence) {
+  void find(const Problem &g, const Sequence &sequence) {
     const Int length = (Int)sequence.size();
     start.assign(g.values + 1, 0), killed_at.assign(g.values, length);
     for (Int op : sequence)
@@ -107,13 +118,14 @@ struct Lives {
       }
     }
     for (Int value = 0; value < g.values; ++value) {
-      if (g.maker[value] < 0 && g.killer[value] >= 0) killed_at[value] = place_of[g.killer[value]];
+      if (g.killer[value] >= 0 && place_of[g.killer[value]] >= 0) killed_at[value] = place_of[g.killer[value]];
       if (g.required[value] && filled[value] > start[value]) last[filled[value] - 1] = length;
     }
   }
 
   bool at(const Problem &g, Int value, Int place) const {
     if (g.maker[value] < 0) return killed_at[value] >= place;
+    if (g.once[value]) return start[value] < filled[value] && first[start[value]] < place && killed_at[value] >= place;
     for (Int k = start[value]; k < filled[value]; ++k)
       if (first[k] < place && last[k] >= place) return true;
     return false;
@@ -140,7 +152,7 @@ struct Closure {
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
         const Int read = g.reads[k];
         if (lives.at(g, read, place)) continue;
-        if (g.maker[read] < 0 || !enter(g, g.maker[read])) return false;
+        if (g.maker[read] < 0 || g.once[read] || !enter(g, g.maker[read])) return false;
       }
     }
     return true;
@@ -153,132 +165,280 @@ struct Closure {
   }
 };
 
-}  // namespace
+// How to shave.
+struct Manner {
+  Int batch, rounds, room, smallest, work;
+  double penalty, most_seconds;
+  const double *weight;  // of each value: how dear it is to let go
+};
 
-extern "C" {
-
-Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) {
-  std::vector<Int> sequence(given, given + length);
-  Profile profile;
-  const Int peak = profile.measure(*g, sequence);
-  std::copy(profile.bytes.begin(), profile.bytes.end(), bytes);
-  return peak;
-}
-
-// Lower the peak to the budget: at the highest place take the idle value with the least seconds of recomputation for
-// the bytes that it frees above the budget, and make it again before its next reader; `batch` of them at a time.
-// Returns the new length, or minus one with the sequence unchanged where the room is too small; `reached` is the peak.
-Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget, Int batch, double penalty,
-                  const double *weight, Int rounds, double most_seconds, Int smallest, Int *reached) {
-  std::vector<Int> sequence(given, given + length);
+struct Planner {
+  const Problem &g;
+  Int work = 0;
   Profile profile;
   Lives lives;
   Closure closure;
-  double total = 0;
-  for (Int op : sequence) total += g->seconds[op];
-  std::vector<Int> touched(g->values), next(g->values);
+
+  explicit Planner(const Problem &problem) : g(problem) {}
+
+  Int measure(const Sequence &sequence) {
+    work += (Int)sequence.size();
+    return profile.measure(g, sequence);
+  }
+
+  double seconds(const Sequence &sequence) const {
+    double total = 0;
+    for (Int op : sequence) total += g.seconds[op];
+    return total;
+  }
+
+  Int made_bytes(Int op) const {
+    Int sum = 0;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) sum += g.bytes[g.makes[k]];
+    return sum;
+  }
+
+  bool reads(Int op, Int value) const {
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
+      if (g.reads[k] == value) return true;
+    return false;
+  }
+
+  // A way to be without a value from its last use before the peak to its next one.
+  struct Eviction {
+    enum Way { again, narrow, swapped } way;
+    double score;
+    Int value, from, to;
+  };
+
+  // Lower the peak to the budget: at the highest place take the idle value with the least seconds for the bytes that it
+  // frees above the budget: make it again before its next reader, or keep it narrow until then; a batch of them at a
+  // time. False where the sequence becomes longer than the room; then it is as it was.
+  bool shave(Sequence &sequence, Int budget, const Manner &how) {
+    const Sequence before = sequence;
+    const Int end = work + how.work;
+    double total = seconds(sequence);
+    touched.resize(g.values), next.resize(g.values), reads_after.resize(g.values);
+    for (Int round = 0; round < how.rounds; ++round) {
+      const Int peak = measure(sequence);
+      if (peak <= budget || total > how.most_seconds || work > end) break;
+      const Int top = std::max_element(profile.bytes.begin(), profile.bytes.end()) - profile.bytes.begin();
+      look_around(sequence, top, budget);
+      choose(sequence, top, budget, how);
+      if (chosen.empty()) break;
+      Int freed = 0;
+      std::size_t used = 0;
+      while (used < chosen.size() && freed < peak - budget && (used == 0 || chosen[used].score <= 1.5 * chosen[0].score))
+        freed += g.bytes[chosen[used++].value];
+      chosen.resize(used);
+      total += apply(sequence);
+      if ((Int)sequence.size() > how.room) {
+        sequence = before;
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Drop runs whose results nobody reads before they are made again.
+  void prune(Sequence &sequence) {
+    work += (Int)sequence.size();
+    runs_of.assign(g.ops, 0), first_of.assign(g.ops, 0);
+    for (Int place = (Int)sequence.size() - 1; place >= 0; --place)
+      runs_of[sequence[place]]++, first_of[sequence[place]] = place;
+    alive.assign(g.required, g.required + g.values);
+    dropped.assign(sequence.size(), 0);
+    bool any = false;
+    for (Int place = (Int)sequence.size() - 1; place >= 0; --place) {
+      const Int op = sequence[place];
+      bool useful = runs_of[op] == 1 ? !g.optional[op] : g.pinned[op] && first_of[op] == place;
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1] && !useful; ++k) useful = alive[g.makes[k]];
+      if (!useful) {
+        dropped[place] = 1, runs_of[op]--, any = true;
+        continue;
+      }
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) alive[g.makes[k]] = 0;
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) alive[g.reads[k]] = 1;
+    }
+    if (!any) return;
+    Int kept = 0;
+    for (std::size_t place = 0; place < sequence.size(); ++place)
+      if (!dropped[place]) sequence[kept++] = sequence[place];
+    sequence.resize(kept);
+  }
+
+  // Places of runs that could go: repeats, and runs that make again what was made before.
+  void repeats(const Sequence &sequence, std::vector<Int> &places) {
+    runs_of.assign(g.ops, 0);
+    places.clear();
+    for (Int place = 0; place < (Int)sequence.size(); ++place) {
+      const Int op = sequence[place];
+      const Int made = g.make_start[op] < g.make_start[op + 1] ? g.makes[g.make_start[op]] : -1;
+      if (runs_of[op]++ || (g.optional[op] && made >= 0 && g.unpack[made] == op)) places.push_back(place);
+    }
+  }
+
+  void drop(Sequence &sequence, const std::vector<Int> &candidates, Int budget);
+
+ private:
+  std::vector<Int> touched, next, reads_after, runs_of, first_of;
+  std::vector<Byte> alive, dropped;
   std::vector<double> above, count;
-  std::vector<std::pair<double, Int>> chosen;
-  Int best_peak = INT64_MAX;
-  for (Int round = 0; round < rounds; ++round) {
-    const Int peak = profile.measure(*g, sequence);
-    best_peak = std::min(best_peak, peak);
-    if (peak <= budget || total > most_seconds) break;
+  std::vector<Eviction> chosen;
+  std::vector<std::pair<Int, Sequence>> inserts;
+
+  // Where each value was touched before the top, where it is read next, and the bytes above the budget between places.
+  void look_around(const Sequence &sequence, Int top, Int budget) {
     const Int n = (Int)sequence.size();
-    const Int top = std::max_element(profile.bytes.begin(), profile.bytes.end()) - profile.bytes.begin();
     above.assign(n + 1, 0), count.assign(n + 1, 0);
     for (Int place = 0; place < n; ++place) {
       const Int over = std::max<Int>(0, profile.bytes[place] - budget);
       above[place + 1] = above[place] + (double)over, count[place + 1] = count[place] + (over > 0);
     }
-    lives.find(*g, sequence);
+    lives.find(g, sequence);
     std::fill(touched.begin(), touched.end(), -1), std::fill(next.begin(), next.end(), -1);
+    std::fill(reads_after.begin(), reads_after.end(), 0);
     for (Int place = 0; place <= top; ++place) {
       const Int op = sequence[place];
-      for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k) touched[g->reads[k]] = place;
-      for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) touched[g->makes[k]] = place;
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) touched[g.reads[k]] = place;
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) touched[g.makes[k]] = place;
     }
     for (Int place = n - 1; place > top; --place) {
       const Int op = sequence[place];
-      for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) next[g->makes[k]] = -1;
-      for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k) next[g->reads[k]] = place;
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) next[g.makes[k]] = -1, reads_after[g.makes[k]] = 0;
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) next[g.reads[k]] = place, reads_after[g.reads[k]]++;
     }
-    chosen.clear();
-    for (Int value = 0; value < g->values; ++value) {
-      const Int from = touched[value], to = next[value];
-      if (g->bytes[value] <= smallest || from < 0 || to < 0 || from >= top || g->required[value]) continue;
-      closure.begin(*g);
-      if (!closure.add(*g, lives, value, to, 3000)) continue;
-      const double area = std::min(above[to] - above[from + 1], (double)g->bytes[value] * (count[to] - count[from + 1]));
-      if (area <= 0) continue;
-      double seconds = 0;
-      Int widest = 0;
-      for (Int op : closure.ops) {
-        seconds += g->seconds[op];
-        Int width = g->extra[op];
-        for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) width += g->bytes[g->makes[k]];
-        for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k)
-          if (!lives.at(*g, g->reads[k], to)) width += g->bytes[g->reads[k]];
-        widest = std::max(widest, width);
-      }
-      if (penalty > 0) {
-        const double excess = (double)(profile.bytes[to] - profile.made[to] - g->bytes[value] + widest - budget);
-        if (excess > 0) seconds *= 1 + penalty * excess * (double)closure.ops.size() / area;
-      }
-      chosen.emplace_back(weight[value] * seconds / area, value);
-    }
-    if (chosen.empty()) break;
-    const std::size_t keep = std::min<std::size_t>(batch, chosen.size());
-    std::partial_sort(chosen.begin(), chosen.begin() + keep, chosen.end());
-    chosen.resize(keep);
-    Int freed = 0;
-    const Int need = peak - budget;
-    std::size_t used = 0;
-    while (used < chosen.size() && freed < need && (used == 0 || chosen[used].first <= 1.5 * chosen[0].first))
-      freed += g->bytes[chosen[used++].second];
-    chosen.resize(used);
-    std::sort(chosen.begin(), chosen.end(), [&](const auto &a, const auto &b) {
-      return next[a.second] != next[b.second] ? next[a.second] > next[b.second] : a.second < b.second;
-    });
-    for (std::size_t k = 0; k < chosen.size();) {
-      const Int place = next[chosen[k].second];
-      closure.begin(*g);
-      for (; k < chosen.size() && next[chosen[k].second] == place; ++k)
-        closure.add(*g, lives, chosen[k].second, place, INT64_MAX);
-      std::sort(closure.ops.begin(), closure.ops.end());
-      for (Int op : closure.ops) total += g->seconds[op];
-      sequence.insert(sequence.begin() + place, closure.ops.begin(), closure.ops.end());
-    }
-    if ((Int)sequence.size() > room) return -1;
+    work += 3 * n;
   }
-  *reached = profile.measure(*g, sequence);
-  std::copy(sequence.begin(), sequence.end(), given);
-  return (Int)sequence.size();
-}
+
+  double area(Int from, Int to, Int bytes) const {
+    return std::min(above[to] - above[from + 1], (double)bytes * (count[to] - count[from + 1]));
+  }
+
+  void choose(const Sequence &sequence, Int top, Int budget, const Manner &how) {
+    chosen.clear();
+    for (Int value = 0; value < g.values; ++value) {
+      const Int from = touched[value], to = next[value];
+      if (g.bytes[value] <= how.smallest || from < 0 || to < 0 || from >= top || g.required[value]) continue;
+      if (g.maker[value] < 0) continue;
+      const double all = area(from, to, g.bytes[value]);
+      if (all <= 0) continue;
+      Eviction best{Eviction::again, INFINITY, value, from, to};
+      closure.begin(g);
+      if (closure.add(g, lives, value, to, 3000)) {
+        work += (Int)closure.ops.size();
+        best.score = how.weight[value] * again_seconds(value, to, budget, all, how.penalty) / all;
+      }
+      if (g.pack[value] >= 0) consider_narrow(sequence, best, how);
+      if (best.score < INFINITY) chosen.push_back(best);
+    }
+    const std::size_t keep = std::min<std::size_t>(how.batch, chosen.size());
+    std::partial_sort(chosen.begin(), chosen.begin() + keep, chosen.end(), [](const Eviction &a, const Eviction &b) {
+      return a.score != b.score ? a.score < b.score : a.value < b.value;
+    });
+    chosen.resize(keep);
+  }
+
+  // Seconds of the closure, dearer where its own bytes would stand out above the budget.
+  double again_seconds(Int value, Int to, Int budget, double all, double penalty) const {
+    double seconds = 0;
+    Int widest = 0;
+    for (Int op : closure.ops) {
+      seconds += g.seconds[op];
+      if (penalty <= 0) continue;
+      Int width = g.extra[op] + made_bytes(op);
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
+        if (!lives.at(g, g.reads[k], to)) width += g.bytes[g.reads[k]];
+      widest = std::max(widest, width);
+    }
+    if (penalty > 0) {
+      const double excess = (double)(profile.bytes[to] - profile.made[to] - g.bytes[value] + widest - budget);
+      if (excess > 0) seconds *= 1 + penalty * excess * (double)closure.ops.size() / all;
+    }
+    return seconds;
+  }
+
+  void consider_narrow(const Sequence &sequence, Eviction &best, const Manner &how) const {
+    const Int value = best.value, packed = g.packed[value], reader = sequence[best.to];
+    const bool packed_already = lives.at(g, packed, best.to);
+    double seconds = packed_already ? 0 : g.seconds[g.pack[value]];
+    Eviction::Way way;
+    if (g.unpack[value] >= 0) {
+      seconds += g.seconds[g.unpack[value]] + (g.finish[value] >= 0 ? g.seconds[g.finish[value]] : 0);
+      way = Eviction::narrow;
+    } else if (g.swap[reader] >= 0 && reads(g.swap[reader], packed) && reads_after[value] == 1) {
+      seconds += g.seconds[g.swap[reader]] - g.seconds[reader];
+      way = Eviction::swapped;
+    } else {
+      return;
+    }
+    const double all = area(best.from, best.to, g.bytes[value] - (packed_already ? 0 : g.bytes[packed]));
+    if (all <= 0) return;
+    const double score = how.weight[value] * std::max(seconds, 1e-12) / all;
+    if (score < best.score) best.score = score, best.way = way;
+  }
+
+  // Carry out what was chosen, from the end of the sequence to its beginning; the seconds that it adds.
+  double apply(Sequence &sequence) {
+    std::sort(chosen.begin(), chosen.end(), [](const Eviction &a, const Eviction &b) {
+      return a.to != b.to ? a.to > b.to : a.value < b.value;
+    });
+    double added = 0;
+    inserts.clear();
+    for (std::size_t k = 0; k < chosen.size();) {
+      const Int place = chosen[k].to;
+      Sequence first;
+      closure.begin(g);
+      for (; k < chosen.size() && chosen[k].to == place; ++k) {
+        const Eviction &one = chosen[k];
+        if (one.way == Eviction::again) {
+          closure.add(g, lives, one.value, place, INT64_MAX);
+          continue;
+        }
+        if (!lives.at(g, g.packed[one.value], place)) inserts.push_back({one.from + 1, {g.pack[one.value]}});
+        if (one.way == Eviction::swapped) {
+          added += g.seconds[g.swap[sequence[place]]] - g.seconds[sequence[place]];
+          sequence[place] = g.swap[sequence[place]];
+        } else {
+          first.push_back(g.unpack[one.value]);
+          if (g.finish[one.value] >= 0) first.push_back(g.finish[one.value]);
+        }
+      }
+      std::sort(closure.ops.begin(), closure.ops.end());
+      first.insert(first.end(), closure.ops.begin(), closure.ops.end());
+      if (!first.empty()) inserts.push_back({place, first});
+    }
+    std::stable_sort(inserts.begin(), inserts.end(), [](const auto &a, const auto &b) { return a.first > b.first; });
+    for (const auto &[place, ops] : inserts) {
+      for (Int op : ops) added += g.seconds[op];
+      sequence.insert(sequence.begin() + place, ops.begin(), ops.end());
+    }
+    return added;
+  }
+};
 
 // Drop the runs at these places, in this order, each with the runs that only served it, while the profile stays within
-// the budget: a value whose second run is gone lives on from the run before. Returns the new length.
-Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidates, Int number, Int budget) {
-  std::vector<Int> sequence(given, given + length);
-  Profile profile;
-  profile.measure(*g, sequence);
+// the budget: a value whose second run is gone lives on from the run before.
+void Planner::drop(Sequence &sequence, const std::vector<Int> &candidates, Int budget) {
+  const Int length = (Int)sequence.size();
+  measure(sequence);
   std::vector<Int> &bytes = profile.bytes, &saved = profile.saved;
   // The events of each value in order: runs that make it and runs that read it.
   struct Event { Int place; bool makes; };
-  std::vector<Int> start(g->values + 1, 0);
+  std::vector<Int> start(g.values + 1, 0);
   for (Int op : sequence) {
-    for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k) start[g->reads[k] + 1]++;
-    for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) start[g->makes[k] + 1]++;
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) start[g.reads[k] + 1]++;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) start[g.makes[k] + 1]++;
   }
-  for (Int value = 0; value < g->values; ++value) start[value + 1] += start[value];
-  std::vector<Event> events(start[g->values]);
+  for (Int value = 0; value < g.values; ++value) start[value + 1] += start[value];
+  std::vector<Event> events(start[g.values]);
   std::vector<Int> fill(start.begin(), start.end() - 1);
-  std::vector<Byte> is_first(length, 0), seen(g->ops, 0), active(length, 1);
+  std::vector<Byte> is_first(length, 0), seen(g.ops, 0), active(length, 1);
   for (Int place = 0; place < length; ++place) {
     const Int op = sequence[place];
     is_first[place] = !seen[op], seen[op] = 1;
-    for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k) events[fill[g->reads[k]]++] = {place, false};
-    for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) events[fill[g->makes[k]]++] = {place, true};
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) events[fill[g.reads[k]]++] = {place, false};
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) events[fill[g.makes[k]]++] = {place, true};
   }
   auto find = [&](Int value, Int place) {
     Int low = start[value], high = start[value + 1];
@@ -296,22 +456,22 @@ Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidat
       if (events[k].makes) break;
       end = events[k].place;
     }
-    return k >= start[value + 1] && g->required[value] ? length : end;
+    return k >= start[value + 1] && g.required[value] ? length : end;
   };
   struct Change { Int from, to, by; };
   std::vector<Change> changes;
   std::vector<std::pair<Int, Int>> unsaved;
   std::vector<Int> removed, queue;
-  for (Int c = 0; c < number; ++c) {
-    if (!active[candidates[c]]) continue;
+  for (Int candidate : candidates) {
+    if (!active[candidate]) continue;
     changes.clear(), removed.clear(), unsaved.clear();
-    queue.assign(1, candidates[c]);
+    queue.assign(1, candidate);
     bool fine = true;
     for (std::size_t head = 0; head < queue.size() && fine; ++head) {
       const Int place = queue[head], op = sequence[place];
       if (!active[place]) continue;
-      for (Int k = g->make_start[op]; k < g->make_start[op + 1] && fine; ++k) {
-        const Int value = g->makes[k], event = find(value, place);
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1] && fine; ++k) {
+        const Int value = g.makes[k], event = find(value, place);
         const Int end = end_of(value, event);
         if (end <= place) continue;
         Int before = event - 1, reader = -1;
@@ -321,20 +481,20 @@ Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidat
           if (events[before].makes) break;
         }
         if (before < start[value]) { fine = false; break; }
-        if (reader + 1 <= place - 1) changes.push_back({reader + 1, place - 1, g->bytes[value]});
+        if (reader + 1 <= place - 1) changes.push_back({reader + 1, place - 1, g.bytes[value]});
         if (saved[reader] > 0) unsaved.emplace_back(reader, saved[reader]);
         // At its own place the value was counted as made, and is counted on as living through.
-        changes.push_back({place, place, g->bytes[value]});
+        changes.push_back({place, place, g.bytes[value]});
       }
       if (!fine) break;
-      Int own = g->extra[op] - saved[place];
-      for (Int k = g->make_start[op]; k < g->make_start[op + 1]; ++k) own += g->bytes[g->makes[k]];
+      Int own = g.extra[op] - saved[place];
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) own += g.bytes[g.makes[k]];
       changes.push_back({place, place, -own});
       active[place] = 0;
       removed.push_back(place);
-      for (Int k = g->read_start[op]; k < g->read_start[op + 1]; ++k) {
-        const Int value = g->reads[k];
-        if (g->maker[value] < 0) continue;
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
+        const Int value = g.reads[k];
+        if (g.maker[value] < 0) continue;
         const Int event = find(value, place);
         bool later = false;
         Int after = event + 1;
@@ -343,7 +503,7 @@ Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidat
           later = !events[after].makes;
           break;
         }
-        if (later || (after >= start[value + 1] && g->required[value])) continue;
+        if (later || (after >= start[value + 1] && g.required[value])) continue;
         Int before = event - 1, reader = -1, made = -1;
         for (; before >= start[value]; --before) {
           if (!active[events[before].place]) continue;
@@ -351,18 +511,20 @@ Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidat
           if (events[before].makes) { made = events[before].place; break; }
         }
         if (made < 0) continue;
-        changes.push_back({reader + 1, place, -g->bytes[value]});
+        changes.push_back({reader + 1, place, -g.bytes[value]});
         if (reader != made) continue;
         const Int maker = sequence[made];
-        bool useful = is_first[made] && g->pinned[maker];
-        for (Int j = g->make_start[maker]; j < g->make_start[maker + 1] && !useful; ++j)
-          useful = end_of(g->makes[j], find(g->makes[j], made)) > made;
+        bool useful = is_first[made] && g.pinned[maker];
+        for (Int j = g.make_start[maker]; j < g.make_start[maker + 1] && !useful; ++j)
+          useful = end_of(g.makes[j], find(g.makes[j], made)) > made;
         if (!useful) queue.push_back(made);
       }
     }
     if (fine) {
-      for (const auto &change : changes)
+      for (const auto &change : changes) {
+        work += change.to - change.from + 1;
         for (Int place = change.from; place <= change.to; ++place) bytes[place] += change.by;
+      }
       for (const auto &[place, by] : unsaved) bytes[place] += by;
       for (const auto &change : changes)
         for (Int place = change.from; place <= change.to && fine; ++place)
@@ -381,8 +543,165 @@ Int lowtide_delete(const Problem *g, Int *given, Int length, const Int *candidat
   }
   Int kept = 0;
   for (Int place = 0; place < length; ++place)
-    if (active[place]) given[kept++] = sequence[place];
-  return kept;
+    if (active[place]) sequence[kept++] = sequence[place];
+  sequence.resize(kept);
+}
+
+
+// Ruin and recreate: change a part of a sequence at random, mend it, and keep it if it is no slower than the heat allows.
+struct Search {
+  Planner planner;
+  const Problem &g;
+  Int budget, room, smallest;
+  double base;  // seconds of the step without recomputation
+  std::mt19937_64 engine;
+  std::vector<double> weight, noise, gain;
+  std::vector<Int> places;
+
+  Search(const Problem &problem, Int budget_, Int room_, Int smallest_, uint64_t seed)
+      : planner(problem), g(problem), budget(budget_), room(room_), smallest(smallest_), engine(seed) {
+    weight.resize(g.values), noise.resize(g.ops);
+    base = 0;
+    for (Int op = 0; op < g.ops; ++op) base += g.optional[op] ? 0 : g.seconds[op];
+  }
+
+  double chance() { return (double)(engine() >> 11) * 0x1.0p-53; }
+  Int below(Int limit) { return (Int)(chance() * (double)limit); }
+  double normal() {
+    return std::sqrt(-2 * std::log(1 - chance())) * std::cos(2 * M_PI * chance());
+  }
+
+  void run(Sequence &now, Sequence &best, Int work, double heat, double heat_end) {
+    double now_seconds = planner.seconds(now), best_seconds = planner.seconds(best);
+    const Int end = planner.work + work;
+    const double step = (heat_end - heat) / (double)std::max<Int>(1, work);
+    while (planner.work < end) {
+      const double margin = base * std::max(1e-12, heat_end - step * (double)(end - planner.work));
+      Sequence tried = now;
+      if (!change(tried)) continue;
+      const double took = planner.seconds(tried);
+      if (took > now_seconds && chance() >= std::exp((now_seconds - took) / margin)) continue;
+      now = tried, now_seconds = took;
+      if (took < best_seconds) best = tried, best_seconds = took;
+    }
+  }
+
+  // False where the changed sequence does not fit.
+  bool change(Sequence &tried) {
+    for (double &one : weight) one = std::exp(0.5 * normal());
+    Int target = budget;
+    switch (below(3)) {
+      case 0: ruin(tried); break;
+      case 1: target = budget - (Int)((double)budget * 0.15 * std::pow(chance(), 2)); break;
+      default:
+        target = budget - (Int)((double)budget * 0.03 * chance());
+        for (double &one : weight) one *= one;
+    }
+    planner.work += g.values / 4;
+    if (planner.measure(tried) > target) {
+      const Int batches[] = {1, 2, 4};
+      const double penalties[] = {0, 0, 1, 10};
+      Manner how{batches[below(3)], 300, room, smallest, INT64_MAX / 2, penalties[below(4)], INFINITY, weight.data()};
+      if (!planner.shave(tried, target, how)) return false;
+      planner.prune(tried);
+      if (planner.measure(tried) > budget) return false;
+    }
+    const double sizes[] = {0, 0.2, 0.5};
+    const double size = sizes[below(3)];
+    for (double &one : noise) one = size > 0 ? std::exp(size * normal()) : 1;
+    for (Int pass = 0; pass < 2; ++pass) {
+      const std::size_t length = tried.size();
+      tidy(tried, noise.data());
+      if (tried.size() == length) break;
+    }
+    return true;
+  }
+
+  // Drop a few repeated runs, neighbours or scattered, and make what they made dear to let go again.
+  void ruin(Sequence &tried) {
+    planner.repeats(tried, places);
+    if (places.empty()) return;
+    const Int total = (Int)places.size(), number = std::min(total, 1 + below(2 + total / 50));
+    if (chance() < 0.5) {
+      const Int first = std::max<Int>(0, below(total) - number / 2);
+      places.assign(places.begin() + first, places.begin() + std::min(total, first + number));
+    } else {
+      for (Int k = 0; k < number; ++k) std::swap(places[k], places[k + below(total - k)]);
+      places.resize(number);
+      std::sort(places.begin(), places.end());
+    }
+    for (Int place : places) {
+      const Int op = tried[place];
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) weight[g.makes[k]] = 1e6;
+    }
+    for (std::size_t k = places.size(); k-- > 0;) tried.erase(tried.begin() + places[k]);
+    planner.prune(tried);
+  }
+
+  // Drop repeated runs, the slowest for their bytes first.
+  void tidy(Sequence &tried, const double *factor) {
+    planner.repeats(tried, places);
+    gain.assign(g.ops, -1);
+    for (Int place : places) {
+      const Int op = tried[place];
+      if (gain[op] >= 0) continue;
+      Int largest = 1;
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) largest = std::max(largest, g.bytes[g.makes[k]]);
+      gain[op] = g.seconds[op] / (double)largest * (factor ? factor[op] : 1);
+    }
+    std::stable_sort(places.begin(), places.end(), [&](Int a, Int b) { return gain[tried[a]] > gain[tried[b]]; });
+    planner.drop(tried, places, budget);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) {
+  Planner planner(*g);
+  const Int peak = planner.measure(Sequence(given, given + length));
+  std::copy(planner.profile.bytes.begin(), planner.profile.bytes.end(), bytes);
+  return peak;
+}
+
+// Returns the new length, or minus one with the sequence unchanged where the room is too small; `reached` is the peak,
+// and `work` what was left of it.
+Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget, Int batch, double penalty,
+                  const double *weight, Int rounds, double most_seconds, Int smallest, Int *work, Int *reached) {
+  Planner planner(*g);
+  Sequence sequence(given, given + length);
+  const bool fits = planner.shave(sequence, budget, {batch, rounds, room, smallest, *work, penalty, most_seconds, weight});
+  *work -= planner.work;
+  if (!fits) return -1;
+  planner.prune(sequence);
+  *reached = planner.measure(sequence);
+  std::copy(sequence.begin(), sequence.end(), given);
+  return (Int)sequence.size();
+}
+
+// Drop repeated runs while the profile stays within the budget. Returns the new length.
+Int lowtide_tidy(const Problem *g, Int *given, Int length, Int budget, Int passes) {
+  Search search(*g, budget, 0, 0, 0);
+  Sequence sequence(given, given + length);
+  for (Int pass = 0; pass < passes; ++pass) {
+    const std::size_t before = sequence.size();
+    search.tidy(sequence, nullptr);
+    if (sequence.size() == before) break;
+  }
+  std::copy(sequence.begin(), sequence.end(), given);
+  return (Int)sequence.size();
+}
+
+// Search for so much work. `now` and `best` have room for `room` ops each; `lengths` are theirs, before and after.
+void lowtide_search(const Problem *g, Int *now, Int *best, Int *lengths, Int room, Int budget, Int smallest, Int seed,
+                    Int work, double heat, double heat_end) {
+  Search search(*g, budget, room, smallest, (uint64_t)seed);
+  Sequence from(now, now + lengths[0]), found(best, best + lengths[1]);
+  search.run(from, found, work, heat, heat_end);
+  lengths[0] = (Int)from.size(), lengths[1] = (Int)found.size();
+  std::copy(from.begin(), from.end(), now);
+  std::copy(found.begin(), found.end(), best);
 }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from random import Random
 
 import numpy as np
@@ -16,12 +17,13 @@ from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
 from lowtide.plan import plan
-from lowtide.plan.cut import Turn
+from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.emit import emit
+from lowtide.plan.gate import Web
 from lowtide.plan.infeasible import floor
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.plan.problem import problem
-from lowtide.plan.recompute import delete, shave
+from lowtide.plan.recompute import shave, tidy
 from lowtide.program import Run
 from lowtide.simulate import simulate
 
@@ -63,7 +65,7 @@ def test_shaving_and_deleting_keep_a_sequence_valid(case: Case) -> None:
         for batch in (1, 4):
             shaved, peak = shave(arrays, order, budget, batch=batch)
             assert peak == arrays.peak(shaved)
-            for sequence in (shaved, delete(arrays, shaved, max(budget, peak))):
+            for sequence in (shaved, tidy(arrays, shaved, max(budget, peak))):
                 assert arrays.peak(sequence) <= max(budget, peak)
                 assert arrays.time(sequence) <= arrays.time(shaved)
                 assert_peak(case, sequence)
@@ -148,12 +150,16 @@ def test_bound_and_plan_enclose_the_optimum(seed: int) -> None:
     base = sum(costs.seconds)
     for budget in range(low, high + 64, 64):
         optimum = least_seconds(graph, costs, budget)
-        bound, _ = Turn(arrays, captured_order(graph)).search(budget)
+        candidates = gates(Web(arrays), captured_order(graph))
+        alone, gate = bound_alone(candidates, budget)
         if optimum is None:
             with pytest.raises(BudgetError):
                 plan(graph, costs, budget, time_limit=0.05)
             continue
-        assert base + bound <= optimum + 1e-6
+        assert base + alone <= optimum + 1e-6
+        if gate is not None:
+            together = bound_together(candidates, gate, budget, alone, float("inf"), time.monotonic() + 1)
+            assert alone <= together <= optimum - base + 1e-6
         found = plan(graph, costs, budget, time_limit=0.1)
         assert found.seconds >= optimum - 1e-9
         assert found.seconds == pytest.approx(optimum), (seed, budget)
