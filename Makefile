@@ -35,6 +35,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench predict
 	$(BIN)/lowtide bench execute
 	$(BIN)/lowtide bench capture
+	$(BIN)/lowtide bench plan
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli import bench
+from lowtide.cli import bench, bench_plan
+from lowtide.cli.curve import curve
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
@@ -43,8 +44,10 @@ def _options(
 
 app.command()(profile)
 app.command()(plan)
+app.command()(curve)
 app.command()(train)
 app.command()(models)
+bench.app.command()(bench_plan.plan)
 app.add_typer(bench.app, name="bench", rich_help_panel=None)
 
 

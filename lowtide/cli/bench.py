@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import date
 from statistics import median
 from typing import Annotated, Any
@@ -48,7 +48,7 @@ def predict(
         return {**asdict(found), "error": found.error, "eager_error": found.eager_error, "ok": found.ok}
 
     chosen = targets or [SMALL[entry.name] if small else entry.name for entry in catalog()]
-    rows = _rows("predict", chosen, one)
+    rows = rows_of("predict", chosen, one)
     cells = [
         [
             row["target"].partition(":")[0] if small else row["target"],
@@ -64,7 +64,11 @@ def predict(
         if "failure" not in row
     ]
     titles = ["target", "predicted", "metered", "error", "eager pred", "metered", "error", ""]
-    _finish(rows, Table("srrrrrrl", cells, titles, ("bold", "", "", "", "", "", "", "")), as_json, markdown)
+    finish(
+        [Part("rows", rows, [Table("srrrrrrl", cells, titles, ("bold", "", "", "", "", "", "", ""))])],
+        as_json,
+        markdown,
+    )
 
 
 @app.command()
@@ -83,7 +87,7 @@ def execute(
         times = executions.time_steps(lambda: build(target), rounds=rounds)
         return {**asdict(times), "time_ratio": times.time_ratio, "ok": times.ok}
 
-    rows = _rows("execute", targets or EXECUTED, one, "--rounds", str(rounds))
+    rows = rows_of("execute", targets or EXECUTED, one, "--rounds", str(rounds))
     cells = [
         [
             row["target"],
@@ -96,7 +100,7 @@ def execute(
         if "failure" not in row
     ]
     titles = ["target", "eager", "program", "ratio", ""]
-    _finish(rows, Table("srrrl", cells, titles, ("bold", "", "", "", "")), as_json, markdown)
+    finish([Part("rows", rows, [Table("srrrl", cells, titles, ("bold", "", "", "", ""))])], as_json, markdown)
 
 
 @app.command()
@@ -117,7 +121,7 @@ def capture(
         ok = cost.seconds_an_op <= captures.LIMIT_SECONDS and not heavy
         return {**asdict(cost), "seconds_an_op": cost.seconds_an_op, "ok": ok}
 
-    rows = _rows("capture", targets or captures.TARGETS, one)
+    rows = rows_of("capture", targets or captures.TARGETS, one)
     cells = [
         [
             row["target"],
@@ -131,10 +135,12 @@ def capture(
         if "failure" not in row
     ]
     titles = ["target", "ops", "capture", "an op", "heap", ""]
-    _finish(rows, Table("srrrrl", cells, titles, ("bold", "", "", "", "", "")), as_json, markdown)
+    finish([Part("rows", rows, [Table("srrrrl", cells, titles, ("bold", "", "", "", "", ""))])], as_json, markdown)
 
 
-def _rows(bench: str, targets: Sequence[str], one: Callable[[str], Row], *options: str) -> list[Row]:
+def rows_of(
+    bench: str, targets: Sequence[str], one: Callable[[str], Row], *options: str, key: str = "rows"
+) -> list[Row]:
     """A row for each target: a single one is run here, several in processes of their own."""
     if len(targets) == 1:
         with working(f"{bench} {targets[0]}"):
@@ -143,16 +149,16 @@ def _rows(bench: str, targets: Sequence[str], one: Callable[[str], Row], *option
     with counting(f"bench {bench}") as progress:
         for done, target in enumerate(targets):
             progress(done, len(targets))
-            rows.append(_elsewhere(bench, target, *options))
+            rows.append(_elsewhere(bench, target, *options, key=key))
     return rows
 
 
-def _elsewhere(bench: str, target: str, *options: str) -> Row:
+def _elsewhere(bench: str, target: str, *options: str, key: str) -> Row:
     """The row of one target from another process; if that fails, why."""
     command = [sys.executable, "-m", "lowtide.cli", "bench", bench, target, "--json", *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        rows: list[Row] = json.loads(ended.stdout)["rows"]
+        rows: list[Row] = json.loads(ended.stdout)[key]
         return rows[0]
     except (ValueError, KeyError, IndexError):
         talked = ended.stderr.strip().splitlines() or [f"the process ended with code {ended.returncode}"]
@@ -160,17 +166,41 @@ def _elsewhere(bench: str, target: str, *options: str) -> Row:
         return {"target": target, "failure": told[0].removeprefix("error: "), "ok": False}
 
 
-def _finish(rows: list[Row], table: Table, as_json: bool, markdown: bool) -> None:
+@dataclass(frozen=True)
+class Part:
+    """Rows of one kind, as data and as tables."""
+
+    key: str  # in JSON
+    rows: list[Row]
+    tables: Sequence[Table]
+    title: str = ""
+    lines: Sequence[str] = ()  # below the tables
+    ok: bool = True  # whether the rows together are what they must be
+
+
+def finish(parts: Sequence[Part], as_json: bool, markdown: bool) -> None:
     """Print the rows, with what they were made on; a row that is not ok is a failure of the command."""
     command = shlex.join(["lowtide", *sys.argv[1:]])
     made_on = {"date": date.today().isoformat(), "machine": machine(), "command": command}
     if as_json:
-        show_json({**made_on, "rows": rows})
+        show_json({**made_on, **{part.key: part.rows for part in parts}})
     else:
-        show_text(table.markdown()) if markdown else show(table)
-        for row in rows:
-            if "failure" in row:
-                show_text(f"{row['target']} failed: {row['failure']}")
+        for number, part in enumerate(parts):
+            _show(part, markdown, first=number == 0)
         show_text(f"\n{made_on['date']}, {made_on['machine']}, `{command}`")
-    if not all(row["ok"] for row in rows):
+    if not all(part.ok and all(row["ok"] for row in part.rows) for part in parts):
         raise typer.Exit(1)
+
+
+def _show(part: Part, markdown: bool, *, first: bool) -> None:
+    if part.title:
+        show_text(("" if first else "\n") + part.title + ("\n" if markdown else ""))
+    for number, table in enumerate(part.tables):
+        if number:
+            show_text("")
+        show_text(table.markdown()) if markdown else show(table)
+    for line in part.lines:
+        show_text(line)
+    for row in part.rows:
+        if "failure" in row:
+            show_text(f"{row['target']} failed: {row['failure']}")

@@ -5,74 +5,147 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
 
 from lowtide import report
 from lowtide.budget import read_budget
+from lowtide.captured import Captured
+from lowtide.check import check
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
-from lowtide.cli.talk import answering, show, show_json, talk
+from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
-from lowtide.errors import FileError
+from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph
-from lowtide.plan import TIME_LIMIT, as_eager
-from lowtide.plan import plan as find_plan
+from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, with_narrow
+from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.simulate import simulate
 
 BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what stays between steps and half "
 BUDGET += "of what eager's step adds to it."
+METHOD = f"How to plan: {BEST} is the search; one-shot only reorders; the others are as published: "
+METHOD += f"{', '.join(METHODS[2:])}."
+EXPLAIN = "Say instead why this value is kept, made again, kept narrow or let go: a number (%123), an op (addmm_5) or "
+EXPLAIN += "a module (layer1.0.conv2)."
 TimeLimit = Annotated[float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for a quicker plan.")]
+FromCosts = Annotated[CostsFrom, typer.Option(help="Measure each distinct op here, or only estimate.")]
 
 
 @answering
 def plan(
     target: Target,
-    budget: Annotated[str, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)],
-    costs: Annotated[
-        CostsFrom, typer.Option(help="Measure each distinct op here, or only estimate.")
-    ] = CostsFrom.MEASURED,
+    budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    method: Annotated[str, typer.Option(metavar="<name>", help=METHOD)] = BEST,
+    explain: Annotated[str | None, typer.Option(metavar="<value>", help=EXPLAIN, show_default=False)] = None,
+    costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, metavar="<file>", help="Save the program here.", show_default=False),
+        typer.Option(dir_okay=False, metavar="<file>", help="Save the plan here.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    load: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, metavar="<file>", help="Show a saved plan; nothing is planned.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Plan a training step within a budget, and show what it costs."""
-    refuse_early(budget)
+    _refuse_calls(budget, method, out, force, load)
+    built, captured, _ = captured_target(target)
+    graph = with_optional(captured).graph
+    if explain is not None:
+        report.find_values(graph, explain)  # raises where there is none, before anything is measured or planned
+    found = costs_of(graph, costs)
+    eager_peak = simulate(graph, found, as_eager(graph)).peak
+    notes = [*graph.notes, *found.notes]
+    least_feasible: int | None = None
+    if load is not None:
+        planned = load_plan(load, graph, found, notes)
+    else:
+        assert budget is not None
+        nbytes = read_budget(budget, stays=found.stays(graph), eager_peak=eager_peak)
+        with searching(time_limit) as progress:
+            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
+            planned = planning.within(nbytes, method)
+        if explain is None:
+            with working("looking for the least feasible budget"):
+                least_feasible = min(planned.peak, planning.least().peak)
+    if out is not None:
+        planned.save(out, force=force)
+    if explain is not None:
+        _explain(target, graph, found, planned, explain, as_json)
+    else:
+        summary = report.summarize(graph, found, planned, eager_peak=eager_peak, least_feasible=least_feasible)
+        if as_json:
+            show_json(
+                {
+                    "target": target,
+                    **common(stays=summary.stays, predicted=summary.peak, metered=None),
+                    "optimizer": optimizer_name(built.optimizer),
+                    "costs": {"origin": found.origin, "machine": found.machine},
+                    "method": None if load is not None else method,
+                    **summary.to_json(),
+                    "out": None if out is None else str(out),
+                    "notes": notes,
+                }
+            )
+        else:
+            heading = report.Heading(target, optimizer_name(built.optimizer), describe(found))
+            by = "" if method == BEST else method
+            show(report.PlanReport(heading, budget or "", summary, notes, by))
+    if out is not None and not as_json:
+        talk().print(f"saved to {out}", markup=False, soft_wrap=True)
+
+
+def _refuse_calls(budget: str | None, method: str, out: Path | None, force: bool, load: Path | None) -> None:
+    """Raise where the options do not go together, before anything is captured or measured."""
+    if load is None and budget is None:
+        raise UsageError("a plan needs a budget.", hint="pass --budget 50%, or --load a saved plan.")
+    if load is not None and (budget is not None or out is not None or method != BEST):
+        raise UsageError("a saved plan is only shown.", hint="leave out --budget, --method and --out, or --load.")
+    if method not in METHODS:
+        raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join(METHODS)}.")
+    if budget is not None:
+        refuse_early(budget)
     if out is not None and out.exists() and not force:
         raise FileError(f"{out} exists already.", hint="choose another name, or pass --force.")
-    built, captured, _ = captured_target(target)
-    graph = captured.graph
-    found = costs_of(graph, costs)
-    planned, eager_peak = plan_within(graph, found, budget, time_limit=time_limit, seed=seed)
-    if out is not None:
-        planned.program.save(out, force=force)
-    summary = report.summarize(graph, found, planned, eager_peak=eager_peak)
-    notes = [*graph.notes, *found.notes]
+
+
+def _explain(target: str, graph: Graph, costs: Costs, planned: Plan, name: str, as_json: bool) -> None:
+    """Print why the values of this name are where they are."""
+    values = report.find_values(graph, name)
+    found = report.explain(report.Story(graph, costs, planned), name)
     if as_json:
-        show_json(
-            {
-                "target": target,
-                **common(stays=summary.stays, predicted=summary.peak, metered=None),
-                "optimizer": optimizer_name(built.optimizer),
-                "costs": {"origin": found.origin, "machine": found.machine},
-                **summary.to_json(),
-                "out": None if out is None else str(out),
-                "notes": notes,
-            }
-        )
+        keys = common(stays=costs.stays(graph), predicted=planned.peak, metered=None)
+        keys |= promised(planned)
+        show_json({"target": target, **keys, "values": values, "explained": [item.to_json() for item in found]})
         return
-    heading = report.Heading(target, optimizer_name(built.optimizer), describe(found))
-    show(report.PlanReport(heading, budget, summary, notes))
-    if out is not None:
-        talk().print(f"saved to {out}", markup=False, soft_wrap=True)
+    for item in found:
+        show(item)
+    if len(values) > len(found):
+        rest = ", ".join(f"%{value}" for value in values[len(found) :][:12])
+        more = ", ..." if len(values) > len(found) + 12 else ""
+        show_text(f"\n{name} makes {len(values)} values; ask for the others by number: {rest}{more}")
+
+
+def promised(planned: Plan) -> dict[str, Any]:
+    """What is known only with a plan, for JSON."""
+    return {
+        "budget": planned.budget,
+        "overhead": planned.overhead,
+        "bound": planned.bound,
+        "planning_seconds": planned.planning_seconds,
+    }
 
 
 def refuse_early(budget: str) -> None:
@@ -80,27 +153,62 @@ def refuse_early(budget: str) -> None:
     read_budget(budget, stays=1, eager_peak=1)
 
 
-def plan_within(graph: Graph, costs: Costs, budget: str, *, time_limit: float, seed: int = 0) -> tuple[Plan, int]:
-    """The plan within a budget as people write it, and the bytes of eager's peak."""
-    stays = costs.stays(graph)
+def with_optional(captured: Captured) -> Captured:
+    """The step with the optional ops that a plan may use: what is saved, loaded and planned is this graph."""
+    return replace(captured, graph=with_narrow(captured.graph))
+
+
+def plan_within(graph: Graph, costs: Costs, budget: str, *, time_limit: float, seed: int = 0) -> Plan:
+    """The plan within a budget as people write it."""
     eager_peak = simulate(graph, costs, as_eager(graph)).peak
-    nbytes = read_budget(budget, stays=stays, eager_peak=eager_peak)
-    with _searching() as progress:
-        return find_plan(graph, costs, nbytes, time_limit=time_limit, seed=seed, progress=progress), eager_peak
+    nbytes = read_budget(budget, stays=costs.stays(graph), eager_peak=eager_peak)
+    with searching(time_limit) as progress:
+        return Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress).within(nbytes)
+
+
+def load_plan(path: Path, graph: Graph, costs: Costs, notes: list[str]) -> Plan:
+    """A saved plan of this graph, judged again with these costs; a note says where it was made with others."""
+    planned = Plan.load(path, graph)
+    try:
+        peak = check(graph, costs, planned.program, budget=planned.budget)
+    except ProgramError as error:
+        raise FileError(
+            f"{path} does not hold with these costs: {error.message.splitlines()[0]}",
+            hint="it was planned with others, on another machine or with --costs roofline: plan again.",
+        ) from error
+    seconds = simulate(graph, costs, planned.program).seconds
+    if peak != planned.peak or abs(seconds - planned.seconds) > 1e-6 * planned.seconds:
+        then = f"{report.show_bytes(planned.peak)} and {report.show_seconds(planned.seconds)} a step"
+        now = f"{report.show_bytes(peak)} and {report.show_seconds(seconds)}"
+        notes.append(f"planned with other costs: {then}, here {now}; overhead and bound are those of then.")
+    return replace(planned, peak=peak)
+
+
+class _Clock(ProgressColumn):
+    """A bar of the time that a search may take; it moves to and fro where it takes longer."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def render(self, task: Task) -> ProgressBar:
+        passed = task.elapsed or 0.0
+        return ProgressBar(total=self.limit, completed=passed, width=30, pulse=passed > self.limit)
 
 
 @contextmanager
-def _searching() -> Iterator[Callable[[float], None]]:
-    """Show in a terminal how long the search has taken and the least overhead so far."""
+def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
+    """Show in a terminal how long the search has taken, the least overhead so far, and the bound."""
     console = talk()
-    columns = (SpinnerColumn(), TextColumn("planning"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn("planning"), _Clock(limit), TimeElapsedColumn(), TextColumn("{task.description}"))
     with (
         redirect_stdout(sys.stderr),
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=None)
 
-        def progress(overhead: float) -> None:
-            bar.update(task, description=f"best overhead so far {report.show_overhead(overhead)}")
+        def progress(overhead: float, bound: float) -> None:
+            best, least = report.show_overhead(overhead), report.show_overhead(bound)
+            bar.update(task, description=f"best overhead {best}, bound {least}")
 
         yield progress

@@ -74,7 +74,7 @@ def working(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+def counting(what: str, *, patience: float = PATIENCE) -> Iterator[Callable[[int, int], None]]:
     """A progress bar that appears in a terminal once the work has taken a while; call it with (done, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=talk(), transient=True)
@@ -82,7 +82,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
     started = monotonic()
 
     def progress(done: int, total: int) -> None:
-        if not bar.live.is_started and bar.console.is_terminal and monotonic() - started > PATIENCE:
+        if not bar.live.is_started and bar.console.is_terminal and monotonic() - started > patience:
             bar.start()
         bar.update(task, completed=done, total=total)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lowtide import allocator, tree
 from lowtide.bench.peaks import Peak, step_meter, why_not
 from lowtide.captured import Captured
-from lowtide.cli.plan import BUDGET, TimeLimit, plan_within, refuse_early
+from lowtide.cli.plan import BUDGET, TimeLimit, load_plan, plan_within, promised, refuse_early, with_optional
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of
 from lowtide.cli.talk import answering, show, show_json, talk
 from lowtide.costs import Costs
+from lowtide.errors import UsageError
 from lowtide.execute import execute
 from lowtide.plan import TIME_LIMIT, keep_everything
 from lowtide.program import Plan
@@ -48,17 +50,30 @@ def train(
     target: Target,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 20,
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, metavar="<file>", help="Train by this saved plan, instead of a budget.", show_default=False
+        ),
+    ] = None,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Train on the example batch, as captured or within a budget."""
+    """Train on the example batch, as captured or by a plan."""
     if budget is not None:
         refuse_early(budget)
+        if plan is not None:
+            raise UsageError("a saved plan has its own budget.", hint="pass --plan or --budget, not both.")
     built, captured, _ = captured_target(target)
+    if budget is not None or plan is not None:
+        captured = with_optional(captured)
     costs = costs_of(captured.graph, CostsFrom.MEASURED)
     planned = None
-    if budget is not None:
-        planned, _ = plan_within(captured.graph, costs, budget, time_limit=time_limit)
+    notes: list[str] = []
+    if plan is not None:
+        planned = load_plan(plan, captured.graph, costs, notes)
+    elif budget is not None:
+        planned = plan_within(captured.graph, costs, budget, time_limit=time_limit)
     program = planned.program if planned is not None else keep_everything(captured.graph)
     predicted = simulate(captured.graph, costs, program).peak
     runner = execute(captured, program)
@@ -71,13 +86,13 @@ def train(
             {
                 "target": target,
                 **common(stays=stays, predicted=predicted, metered=log.peak),
-                **_promised(planned),
+                **(promised(planned) if planned is not None else {}),
                 "steps": steps,
                 "first_loss": _finite(first),
                 "last_loss": _finite(last),
                 "losses": [_finite(loss) for loss in log.losses],
                 "steps_per_second": log.rate,
-                "notes": [*captured.graph.notes, *([reason] if reason else [])],
+                "notes": [*captured.graph.notes, *notes, *([reason] if reason else [])],
             }
         )
         return
@@ -93,18 +108,8 @@ def train(
     else:
         rows.append(("metered peak", "-", reason or "the first step warms up; take more"))
     show(Table("lrs", rows, (), ("", "bold", "")))
-
-
-def _promised(planned: Plan | None) -> dict[str, Any]:
-    """What is known only with a budget, for JSON."""
-    if planned is None:
-        return {}
-    return {
-        "budget": planned.budget,
-        "overhead": planned.overhead,
-        "bound": planned.bound,
-        "planning_seconds": planned.planning_seconds,
-    }
+    for note in notes:
+        talk().print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _rows(planned: Plan | None) -> list[tuple[str, str, str]]:

@@ -92,10 +92,12 @@ def narrow_keeps(graph: Graph) -> tuple[Narrow, ...]:
         swaps = []
         for user in users[packed]:
             (made,) = graph.makes[user]
-            if graph.ops[user].target == CAST:
-                rebuild = (user,) if made == value else (user, graph.maker[value])
-            else:
+            if made == value:
+                rebuild = (user,)
+            elif value in graph.reads[graph.maker[made]]:
                 swaps.append((graph.maker[made], user))
+            else:  # it makes what the value is made of
+                rebuild = (user, graph.maker[value])
         found.append(Narrow(value, pack, packed, rebuild, tuple(swaps)))
     return tuple(found)
 

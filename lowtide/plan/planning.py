@@ -31,7 +31,8 @@ CLOSE = 0.001  # of the step: a plan this near its bound needs no better bound
 CHAINS = ("rockmate", "chen-budget", "revolve")  # classics that are starts
 SMALL = 64  # ops: a graph that may be solved exactly
 STATES = 200_000  # that the exact solver may meet
-ATTEMPTS = 6  # to get an arena into the budget, each time with a little less in use
+ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in use
+LOWER = 0.4  # of what the arena has too much
 BEST, ONE_SHOT = "lowtide", "one-shot"
 METHODS = (BEST, ONE_SHOT, *CLASSICS)
 
@@ -103,13 +104,17 @@ class Planning:
 
     @cached_property
     def _lowest(self) -> Program:
-        if len(self.order) <= SMALL and (found := least_peak(self.arrays, limit=STATES)).sequence is not None:
-            return self._finish(found.sequence, found.peak)
-        sequence = lowest(
-            self.arrays, [self.order, self.one_shot, *self._holding(floor(self.arrays)[0] - self.arrays.stays)]
-        )
+        """The program with the least peak, with an arena or without one."""
+        sequence = self._lowest_sequence
         programs = (self._finish(sequence, None), emit(self.arrays, sequence))
         return min(programs, key=lambda program: simulate(self.graph, self.costs, program).peak)
+
+    @cached_property
+    def _lowest_sequence(self) -> Ints:
+        if len(self.order) <= SMALL and (found := least_peak(self.arrays, limit=STATES)).sequence is not None:
+            return found.sequence
+        own = floor(self.arrays)[0] - self.arrays.stays
+        return lowest(self.arrays, [self.order, self.one_shot, *self._holding(own)])
 
     def _last_resort(self, budget: int) -> Program:
         """The program with the least peak, if that is within the budget; else an error says what is."""
@@ -144,29 +149,32 @@ class Planning:
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
         for _ in range(ATTEMPTS):
-            sequence = recompute(
-                self.arrays,
-                starts,
-                target,
-                limit=limit,
-                until=until,
-                enough=self.base * (1 + CLOSE / 10) + bound,
-                seed=self.seed,
-                progress=None if self.progress is None else self._tell(bound),
-            )
+            sequence = self._recompute(starts, target, bound, limit, until)
             if sequence is None:
                 break
             quickest = quickest or self.arrays.time(sequence) - self.base
             program = self._finish(sequence, budget)
-            if self._fits(program, budget):
+            excess = simulate(self.graph, self.costs, program).peak - budget
+            if excess <= 0:
                 break
             # The arena has gaps, and saved states of the random generator are not in the arrays: aim a little lower.
-            target -= simulate(self.graph, self.costs, program).peak - budget
+            target -= max(1, int(LOWER * excess))
             starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
             program = None
         if gate is not None and quickest - bound > CLOSE * self.base:
             bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
         return program, bound
+
+    def _recompute(self, starts: list[Ints], target: int, bound: float, limit: float, until: float) -> Ints | None:
+        """The quickest sequence within the target from these starts, or from the one with the least peak."""
+        enough = self.base * (1 + CLOSE / 10) + bound
+        tell = None if self.progress is None else self._tell(bound)
+        found = recompute(
+            self.arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
+        )
+        if found is None and self.arrays.peak(self._lowest_sequence) <= target:
+            return self._recompute([self._lowest_sequence], target, bound, limit, until)
+        return found
 
     def _tell(self, bound: float) -> Callable[[float], None]:
         def tell(seconds: float) -> None:

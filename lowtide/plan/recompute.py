@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from lowtide.plan.problem import REALS, Ints, Problem, ints
+from lowtide.plan.problem import REALS, Floats, Ints, Problem, ints
 
 GROWTH = 8  # a sequence may become this many times as long as the graph
 PATIENCE = 4.0  # and take this many times its seconds, before a start is given up
@@ -25,6 +25,9 @@ STARTS = 0.2  # of the work: for the starts
 PATIENT = 50_000_000  # places that are looked at before one start is given up
 RATE = 100_000_000  # places that a search looks at for each second that it is given
 SLICES = 10  # between which the clock is looked at
+LOWEST = 400_000_000  # places that are looked at for the least peak
+TRIES = 300  # at most
+POOL = 6  # sequences with low peaks that are tried again
 LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
 HEATS = ((12, 0.2), (4, 0.2), (2, 0.4))  # of a race: how many run, and their share of the work
 HEAT = 0.004  # of the step: how much slower a sequence may become at first
@@ -37,6 +40,7 @@ def shave(
     *,
     batch: int = 1,
     penalty: float = 0.0,
+    weight: Floats | None = None,
     smallest: int = 0,
     work: Ints | None = None,
 ) -> tuple[Ints, int]:
@@ -44,7 +48,7 @@ def shave(
     room = max(len(sequence) * GROWTH, 4000)
     longer = np.zeros(room, np.int64)
     longer[: len(sequence)] = sequence
-    weight = np.ones(len(problem.nbytes))
+    weight = np.ones(len(problem.nbytes)) if weight is None else weight
     reached = np.zeros(1, np.int64)
     length = problem.library.lowtide_shave(
         problem.struct,
@@ -89,9 +93,9 @@ def recompute(
     It stops early where a sequence takes `enough` seconds or less.
     """
     smallest = int(problem.nbytes.max(initial=0) * 1e-4)
-    field: dict[float, Ints] = {}  # by their seconds, so that no two are the same
+    field: list[_Runner] = []
     left = limit * RATE * STARTS
-    for (batch, penalty), start in product(MANNERS, starts):
+    for (batch, penalty), (family, start) in product(MANNERS, enumerate(starts)):
         if field and (left < 0 or time.monotonic() > until):
             break
         work = np.array([PATIENT])
@@ -99,34 +103,62 @@ def recompute(
         left -= PATIENT - int(work[0])
         if peak <= budget:
             tried = tidy(problem, tried, budget)
-            field.setdefault(problem.time(tried), tried)
+            field.append(_Runner(problem.time(tried), family, tried))
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)
-    runners = [field[took] for took in sorted(field)]
     for number, (among, share) in enumerate(HEATS):
-        if problem.time(runners[0]) > enough:
-            runners = race.run(runners[:among], share, number)
-    return runners[0]
+        if min(runner.seconds for runner in field) > enough:
+            field = race.run(_ahead(field, among), share, number)
+    return min(field, key=lambda runner: runner.seconds).sequence
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """A sequence in the race."""
+
+    seconds: float
+    family: int  # the start that it comes from
+    sequence: Ints
+
+
+def _ahead(field: list[_Runner], among: int) -> list[_Runner]:
+    """Those that go on: the quickest of each family, then the others; no two alike."""
+    ranked = sorted({runner.seconds: runner for runner in reversed(field)}.values(), key=lambda one: one.seconds)
+    first = {runner.family: runner for runner in reversed(ranked)}
+    return sorted(ranked, key=lambda one: (first[one.family] is not one, one.seconds))[:among]
 
 
 def lowest(problem: Problem, starts: list[Ints]) -> Ints:
     """The sequence with the least peak that shaving finds, whatever time it takes."""
-    best = min(starts, key=problem.peak)
-    for part, (batch, penalty), start in product(LOWERINGS, MANNERS, [None, *starts]):
-        peak = problem.peak(best)
+    pool = sorted(starts, key=problem.peak)
+    left = LOWEST
+    chance = np.random.default_rng(0)
+    systematic = product(LOWERINGS, MANNERS, range(1 + len(starts)))
+    for _ in range(TRIES):
+        if left < 0:
+            break
+        if (orderly := next(systematic, None)) is not None:
+            part, (batch, penalty), number = orderly
+            start, target, weight = [pool[0], *starts][number], int(problem.peak(pool[0]) * part), None
+        else:
+            start, batch = pool[int(chance.integers(len(pool)))], int(chance.choice((1, 2, 4, 16)))
+            target, penalty = (
+                int(problem.peak(start) * (1 - 0.1 * chance.random() ** 2)),
+                chance.choice((0.0, 1.0, 10.0)),
+            )
+            weight = np.exp(chance.standard_normal(len(problem.nbytes)))
         work = np.array([PATIENT // 5])
-        tried, reached = shave(
-            problem, best if start is None else start, int(peak * part), batch=batch, penalty=penalty, work=work
-        )
-        if reached < peak:
-            best = tried
-    return best
+        tried, reached = shave(problem, start, target, batch=batch, penalty=float(penalty), weight=weight, work=work)
+        left -= max(PATIENT // 5 - int(work[0]), len(start))
+        if reached < problem.peak(pool[-1]) or len(pool) < POOL:
+            pool = sorted([*pool, tidy(problem, tried, reached)], key=problem.peak)[:POOL]
+    return pool[0]
 
 
 @dataclass(frozen=True)
 class _Race:
-    """Searches side by side, of which the better half goes on."""
+    """Searches side by side, of which the better ones go on."""
 
     problem: Problem
     budget: int
@@ -136,17 +168,16 @@ class _Race:
     seed: int
     progress: Callable[[float], None] | None
 
-    def run(self, runners: list[Ints], share: float, number: int) -> list[Ints]:
-        """Search from each of these with its part of this share of the work; the quickest first."""
+    def run(self, runners: list[_Runner], share: float, number: int) -> list[_Runner]:
+        """Search from each of these with its part of this share of the work."""
         work = int(self.limit * RATE * share / len(runners))
+        lanes = range(number * len(runners), (number + 1) * len(runners))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = list(
-                pool.map(lambda k: self._search(runners[k], work, number * len(runners) + k), range(len(runners)))
-            )
-        ranked = {self.problem.time(one): one for one in found}
+            found = list(pool.map(lambda one, lane: self._search(one.sequence, work, lane), runners, lanes))
+        after = [_Runner(self.problem.time(one), old.family, one) for old, one in zip(runners, found, strict=True)]
         if self.progress is not None:
-            self.progress(min(ranked))
-        return [ranked[took] for took in sorted(ranked)]
+            self.progress(min(runner.seconds for runner in after))
+        return after
 
     def _search(self, start: Ints, work: int, lane: int) -> Ints:
         """Search with a cooling heat, in slices; all of the work, unless the clock stops it."""

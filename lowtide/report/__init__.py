@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
+from lowtide.report.explain import Explanation, explain, find_values
+from lowtide.report.frontier import Frontier, Point
 from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
 from lowtide.report.profile import Profile, profile
 from lowtide.report.show import Heading, Peaks, Report
+from lowtide.report.story import Story
 from lowtide.report.table import Table
 
 __all__ = [
+    "Explanation",
+    "Frontier",
     "Heading",
     "Peaks",
     "PlanReport",
+    "Point",
     "Profile",
     "Report",
+    "Story",
     "Summary",
     "Table",
+    "explain",
+    "find_values",
     "profile",
     "show_bytes",
     "show_difference",

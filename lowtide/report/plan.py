@@ -1,4 +1,4 @@
-"""What a plan does to a step: what it recomputes, what it keeps for the backward, what runs in place, at what price."""
+"""What a plan does to a step: what it recomputes, what it keeps for the backward and how, at what price."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Kept:
-    """Values that the forward made and the backward finds, from one kind of op."""
+    """Values that the forward made and the backward finds, from one kind of op, as they were made or narrow."""
 
     module: str
     target: str
     count: int
     nbytes: int
+    narrow: str | None  # dtype in which they are kept; None: as they were made
+    wide_nbytes: int  # of the values as they were made
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Summary:
     budget: int | None  # bytes
     stays: int  # bytes of the inputs that stay between steps
     peak: int  # bytes, predicted
+    arena: int  # bytes of the block that holds what the step makes; 0: there is none
     eager_peak: int  # bytes, predicted
+    least_feasible: int | None  # bytes, the least peak of any plan that was found; None: not looked for
+    least_bound: int  # bytes: no program has a lower peak
     base_seconds: float  # of the step without recomputation
     overhead: float  # extra seconds as a fraction of these
     bound: float  # the least overhead that any program within the budget can have
@@ -63,6 +68,7 @@ class Summary:
     runs: int
     recomputed: tuple[Recomputed, ...]  # most seconds first
     kept: tuple[Kept, ...]  # most bytes first
+    packing_seconds: float  # of runs that make narrow values and use them, less those that they stand in for
     in_place: int  # results that take the bytes of an argument, where eager allocates
     in_place_nbytes: int
 
@@ -71,13 +77,22 @@ class Summary:
         """How far the overhead may be from the least possible, as the same fraction."""
         return self.overhead - self.bound
 
+    @property
+    def outside(self) -> int:
+        """Bytes of the peak that are not in the arena: what stays, and what leaves the step."""
+        return self.peak - self.arena
+
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {
             "budget": self.budget,
             "stays": self.stays,
             "predicted_peak": self.peak,
+            "arena": self.arena,
+            "outside": self.outside,
             "eager_peak": self.eager_peak,
+            "least_feasible": self.least_feasible,
+            "least_bound": self.least_bound,
             "overhead": self.overhead,
             "bound": self.bound,
             "gap": self.gap,
@@ -87,16 +102,16 @@ class Summary:
             "runs": self.runs,
             "recomputed": [_row(item) for item in self.recomputed],
             "kept": [_row(item) for item in self.kept],
+            "packing_seconds": self.packing_seconds,
             "in_place": {"count": self.in_place, "bytes": self.in_place_nbytes},
         }
 
 
 def _row(item: Recomputed | Kept) -> dict[str, Any]:
-    row = asdict(item)
-    return {**row, "bytes": row.pop("nbytes")}
+    return {key.replace("nbytes", "bytes"): amount for key, amount in asdict(item).items()}
 
 
-def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int) -> Summary:
+def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_feasible: int | None = None) -> Summary:
     """Read off a plan what it does."""
     runs = [item for item in plan.program.instructions if isinstance(item, Run)]
     places = [made for run in runs for made, read in run.over if (made, read) not in graph.ops[run.op].updates]
@@ -104,15 +119,19 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int) -> Sum
         budget=plan.budget,
         stays=costs.stays(graph),
         peak=plan.peak,
+        arena=plan.program.arena,
         eager_peak=eager_peak,
+        least_feasible=least_feasible,
+        least_bound=plan.least_bound,
         base_seconds=plan.base_seconds,
         overhead=plan.overhead,
         bound=plan.bound,
         planning_seconds=plan.planning_seconds,
-        ops=len(graph.ops),
+        ops=len(graph.ordinary),
         runs=len(runs),
         recomputed=_recomputed(graph, costs, runs),
         kept=_kept(graph, costs, plan.program),
+        packing_seconds=_packing(graph, costs, runs),
         in_place=len(places),
         in_place_nbytes=sum(costs.nbytes[made] for made in places),
     )
@@ -122,31 +141,53 @@ def _recomputed(graph: Graph, costs: Costs, runs: Sequence[Run]) -> tuple[Recomp
     """The repeated runs; what is alike together, most seconds first."""
     first = {run.op: number for number, run in enumerate(runs) if not run.again}
     found = []
-    for where, members in _alike(graph, ((run.op, number) for number, run in enumerate(runs) if run.again)):
+    repeated = ((run.op, number) for number, run in enumerate(runs) if run.again and not graph.ops[run.op].optional)
+    for where, members in _alike(graph, repeated):
         needed = {
             value
             for op, number in members
             for value in graph.makes_of(op, again=True)
-            if any(first[reader] > number for reader in graph.readers[value])
+            if any(first.get(reader, -1) > number for reader in graph.readers[value])
         }
         seconds = sum(costs.seconds[op] for op, _ in members)
         found.append(Recomputed(*where, len(members), seconds, sum(costs.nbytes[value] for value in needed)))
     return tuple(sorted(found, key=lambda item: (-item.seconds, item.module, item.target)))
 
 
+def _packing(graph: Graph, costs: Costs, runs: Sequence[Run]) -> float:
+    """The seconds of all runs of optional ops, less those of ordinary ones that never run because of them."""
+    ran = {run.op for run in runs}
+    optional = [run.op for run in runs if graph.ops[run.op].optional]
+    spared = {graph.maker[made] for op in optional for made in graph.makes[op]} - ran
+    return sum(costs.seconds[op] for op in optional) - sum(costs.seconds[op] for op in spared)
+
+
 def _kept(graph: Graph, costs: Costs, program: Program) -> tuple[Kept, ...]:
     """What the forward made and the first op of the backward finds; what is alike together, most bytes first."""
-    made = (
-        (graph.maker[value], value)
-        for value in _at_the_turn(graph, costs, program)
-        if graph.ops[graph.maker[value]].phase == "forward"
-        and graph.values[value].storage not in graph.lasting_storages
-    )
+    made: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # narrow or not -> makers of the wide, values
+    for value in _at_the_turn(graph, costs, program):
+        op = graph.maker[value]
+        if graph.ops[op].phase == "forward" and graph.values[value].storage not in graph.lasting_storages:
+            made[graph.ops[op].optional].append((graph.maker[_wide(graph, value)], value))
     found = [
-        Kept(module, target, len(members), sum(costs.nbytes[value] for _, value in members))
-        for (module, target, _), members in _alike(graph, made)
+        Kept(
+            module,
+            target,
+            len(members),
+            sum(costs.nbytes[value] for _, value in members),
+            graph.values[members[0][1]].dtype if narrow else None,
+            sum(costs.nbytes[_wide(graph, value)] for _, value in members),
+        )
+        for narrow, pairs in made.items()
+        for (module, target, _), members in _alike(graph, pairs)
     ]
     return tuple(sorted(found, key=lambda item: (-item.nbytes, item.module, item.target)))
+
+
+def _wide(graph: Graph, value: int) -> int:
+    """The value that this one is a narrow copy of, or itself."""
+    op = graph.maker[value]
+    return graph.reads[op][0] if op >= 0 and graph.ops[op].optional else value
 
 
 def _at_the_turn(graph: Graph, costs: Costs, program: Program) -> list[int]:
@@ -188,11 +229,12 @@ class PlanReport:
     asked: str  # the budget as it was written
     summary: Summary
     notes: Sequence[str] = ()
+    method: str = ""  # how it was planned, where that was not by lowtide's own search
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, summary = min(options.max_width, WIDEST), self.summary
         yield Text(self.heading.target, style="bold")
-        yield Text(f"{self.heading.optimizer} · {summary.ops:,} ops · planned in {_planned(summary)}")
+        yield Text(f"{self.heading.optimizer} · {summary.ops:,} ops · {_planned(summary, self.method)}")
         yield Text(self.heading.costs, style="dim")
         yield Text("\nPlan", style="bold")
         yield _promise(summary, self.asked)
@@ -203,8 +245,8 @@ class PlanReport:
             yield from (Text(fill(note, width, initial_indent="  ", subsequent_indent="    ")) for note in self.notes)
 
 
-def _planned(summary: Summary) -> str:
-    return show_seconds(summary.planning_seconds)
+def _planned(summary: Summary, method: str) -> str:
+    return f"planned{f' by {method}' if method else ''} in {show_seconds(summary.planning_seconds)}"
 
 
 def _promise(summary: Summary, asked: str) -> Table:
@@ -214,7 +256,9 @@ def _promise(summary: Summary, asked: str) -> Table:
     extra = summary.overhead * summary.base_seconds
     rows = [
         ("predicted peak", show_bytes(summary.peak), own),
+        *_arena(summary),
         ("eager, predicted", show_bytes(summary.eager_peak), _beside(summary)),
+        *_least(summary),
         ("overhead", show_overhead(summary.overhead), _extra(extra, summary.base_seconds)),
         ("bound", show_overhead(summary.bound), "no plan within the budget can have less"),
         ("gap", f"{abs(100 * summary.gap):.2f} points", "the most that a better plan could save"),
@@ -224,7 +268,28 @@ def _promise(summary: Summary, asked: str) -> Table:
     if summary.in_place:
         results = f"{summary.in_place:,} results take the bytes of an argument"
         rows.append(("in place", show_bytes(summary.in_place_nbytes), results))
+    narrow = [item for item in summary.kept if item.narrow]
+    if narrow:
+        wide = show_bytes(sum(item.wide_nbytes for item in narrow))
+        text = f"{_many(sum(item.count for item in narrow), 'value')} in place of {wide}"
+        taking = f", for {show_seconds(summary.packing_seconds)}" if summary.packing_seconds > 0 else ""
+        rows.append(("kept narrow", show_bytes(sum(item.nbytes for item in narrow)), text + taking))
     return Table("lrs", rows, (), ("", "bold", ""), 2)
+
+
+def _arena(summary: Summary) -> list[tuple[str, str, str]]:
+    """The block of memory that the step runs in, where it has one."""
+    if not summary.arena:
+        return []
+    return [("arena", show_bytes(summary.arena), f"one block; {show_bytes(summary.outside)} are outside it")]
+
+
+def _least(summary: Summary) -> list[tuple[str, str, str]]:
+    """The smallest budget that can be planned, where it was looked for."""
+    if summary.least_feasible is None:
+        return []
+    proven = f"no plan can do with less than {show_bytes(summary.least_bound)}"
+    return [("least feasible", show_bytes(summary.least_feasible), proven)]
 
 
 def show_overhead(fraction: float) -> str:
@@ -284,7 +349,7 @@ def _show_kept(summary: Summary, width: int) -> Iterator[RenderableType]:
     rows = [
         [
             item.module or TOP,
-            _target(item.target),
+            _target(item.target) + (f", as {item.narrow}" if item.narrow else ""),
             f"{TIMES}{item.count:,}",
             show_bytes(item.nbytes),
             show_share(item.nbytes, whole),

@@ -139,8 +139,8 @@ def profile(graph: Graph, costs: Costs, program: Program) -> Profile:
         largest=_largest(items),
         curve=curve(graph, costs, program, simulation.live),
         seconds=simulation.seconds,
-        ops=len(graph.ops),
-        values=len(graph.values),
+        ops=len(graph.ordinary),
+        values=sum(maker < len(graph.ordinary) for maker in graph.maker),
         parameters=sum(
             math.prod(graph.values[item.value].shape)
             for item in graph.inputs

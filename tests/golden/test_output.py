@@ -25,7 +25,10 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "profile", "plan", "train", "models", "bench", "bench predict", "bench execute", "bench capture"],
+    [
+        *("", "profile", "plan", "curve", "train", "models"),
+        *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
+    ],
 )
 def test_help(golden: Golden, command: str) -> None:
     golden("-".join(["help", *command.split()]), run(*command.split(), "--help"))

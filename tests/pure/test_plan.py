@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import time
+from itertools import pairwise
 from random import Random
 
 import numpy as np
 import pytest
-from graphs import Case, cases
+from graphs import Case, Costed, cases, costed
 from hypothesis import given, settings
 
 from lowtide.budget import read_budget
@@ -16,15 +17,16 @@ from lowtide.check import check
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
-from lowtide.plan import plan
+from lowtide.plan import METHODS, curve, plan
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.emit import emit
+from lowtide.plan.exact import exact, least_peak, useful
 from lowtide.plan.gate import Web
 from lowtide.plan.infeasible import floor
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.plan.problem import problem
 from lowtide.plan.recompute import shave, tidy
-from lowtide.program import Run
+from lowtide.program import Plan, Run
 from lowtide.simulate import simulate
 
 MANY = settings(max_examples=400, derandomize=True, deadline=None)
@@ -185,12 +187,6 @@ def test_the_least_budget_that_an_error_names_can_be_planned() -> None:
     assert plan(graph, costs, least, time_limit=0.2).peak <= least
 
 
-def test_a_seed_gives_the_same_plan_while_the_search_is_off() -> None:
-    graph, costs = training_chain(30)
-    one, other = (plan(graph, costs, 64 * 12, time_limit=0, seed=3).program for _ in range(2))
-    assert one == other
-
-
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [(1000, 1000), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000), ("50%", 300), ("0%", 100), ("8k", 8192)],
@@ -203,3 +199,84 @@ def test_budgets_as_people_write_them(text: int | str, nbytes: int) -> None:
 def test_what_is_no_budget(text: int | str) -> None:
     with pytest.raises(UsageError, match="budget"):
         read_budget(text, stays=100, eager_peak=500)
+
+
+def planned(case: Costed, budget: int, method: str) -> Plan | None:
+    try:
+        return plan(case.graph, case.costs, budget, method=method, time_limit=0.01)
+    except BudgetError:
+        return None
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(costed(("graph", "step", "optional", "tree"), max_size=12))
+def test_every_method_keeps_every_budget_that_it_accepts(case: Costed) -> None:
+    arrays = problem(case.graph, case.costs)
+    high, low = arrays.peak(captured_order(case.graph)), floor(arrays)[0]
+    for budget in {low, (low + high) // 2, high + 64 * len(case.graph.values)}:
+        for method in METHODS:
+            found = planned(case, budget, method)
+            if found is not None:
+                assert found.peak <= budget
+                assert found.peak == check(case.graph, case.costs, found.program, budget=budget)
+                assert found.bound_seconds <= found.seconds + 1e-9
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(costed(("step", "optional"), max_size=14))
+def test_no_bound_is_above_the_optimum(case: Costed) -> None:
+    arrays = problem(case.graph, case.costs)
+    order = captured_order(case.graph)
+    order = order[np.isin(order, useful(arrays))]
+    base = arrays.time(order)
+    high, low = arrays.peak(order), least_peak(arrays).peak
+    candidates = gates(Web(arrays), order)
+    for budget in {low, (2 * low + high) // 3, (low + 2 * high) // 3}:
+        optimum = exact(arrays, budget)
+        assert optimum.proven
+        own = budget - arrays.stays
+        alone, gate = bound_alone(candidates, own)
+        assert base + alone <= optimum.bound_seconds + 1e-6
+        if gate is not None and alone < float("inf"):
+            until = time.monotonic() + 1
+            assert (
+                base + bound_together(candidates, gate, own, alone, float("inf"), until) <= optimum.bound_seconds + 1e-6
+            )
+
+
+def assert_monotone(plans: list[Plan]) -> None:
+    for smaller, larger in pairwise(plans):
+        assert smaller.budget is not None
+        assert larger.budget is not None
+        assert smaller.budget < larger.budget
+        assert smaller.peak <= larger.peak <= larger.budget
+        assert smaller.seconds >= larger.seconds - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forty_budgets_never_cross(seed: int) -> None:
+    graph, costs = training_chain(30, Random(seed))
+    plans = curve(graph, costs, points=40, time_limit=0.02)
+    assert len(plans) == 40
+    assert_monotone(plans)
+    assert plans[-1].overhead == pytest.approx(0)
+    assert plans[0].overhead > 0
+
+
+def test_a_known_plan_is_never_made_worse() -> None:
+    graph, costs = training_chain(40)
+    thorough = plan(graph, costs, 64 * 13, time_limit=1)
+    assert plan(graph, costs, 64 * 14, time_limit=0, known=[thorough]).seconds <= thorough.seconds
+
+
+def test_a_seed_gives_the_same_plan() -> None:
+    graph, costs = training_chain(80, Random(1))
+    budget = 64 * 40
+    one, again = (plan(graph, costs, budget, time_limit=0.3, seed=3).program for _ in range(2))
+    assert one == again
+
+
+def test_a_method_that_is_none_is_refused() -> None:
+    graph, costs = training_chain(3)
+    with pytest.raises(UsageError, match="there is no method 'magic'"):
+        plan(graph, costs, 1000, method="magic")

@@ -1,0 +1,92 @@
+"""`lowtide curve`: what each budget costs, from the least feasible one to that which needs no recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from lowtide import report
+from lowtide.cli.plan import FromCosts, TimeLimit, with_optional
+from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
+from lowtide.cli.talk import answering, counting, show, show_json
+from lowtide.costs import Costs
+from lowtide.errors import BudgetError
+from lowtide.graph import Graph
+from lowtide.plan import CLASSICS, as_eager
+from lowtide.plan import curve as find_curve
+from lowtide.plan.planning import Planning
+from lowtide.program import Plan
+from lowtide.simulate import simulate
+
+TIME_LIMIT = 2.0  # seconds of search for each point
+
+
+@answering
+def curve(
+    target: Target,
+    points: Annotated[int, typer.Option(min=2, help="How many budgets.")] = 12,
+    classics: Annotated[bool, typer.Option(help="Show what published methods do, too.")] = True,
+    costs: FromCosts = CostsFrom.MEASURED,
+    time_limit: TimeLimit = TIME_LIMIT,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show the least time for each peak, down to the least feasible."""
+    built, captured, _ = captured_target(target)
+    graph = with_optional(captured).graph
+    found = costs_of(graph, costs)
+    with counting("planning budgets", patience=0.0) as progress:
+        progress(0, points)
+        plans = find_curve(graph, found, points=points, time_limit=time_limit, seed=seed, progress=progress)
+    budgets = [plan.budget for plan in plans if plan.budget is not None]
+    frontier = report.Frontier(
+        heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
+        stays=found.stays(graph),
+        eager_peak=simulate(graph, found, as_eager(graph)).peak,
+        points=[_point(plan) for plan in plans],
+        classics=_classics(graph, found, budgets) if classics else {},
+        ops=len(graph.ordinary),
+        notes=[*graph.notes, *found.notes],
+    )
+    if not as_json:
+        show(frontier)
+        return
+    keys = common(stays=frontier.stays, predicted=plans[-1].peak, metered=None)
+    show_json(
+        {
+            "target": target,
+            **keys,
+            "least_feasible": frontier.least_feasible,
+            "least_bound": plans[0].least_bound,
+            "planning_seconds": frontier.planning_seconds,
+            "optimizer": optimizer_name(built.optimizer),
+            "costs": {"origin": found.origin, "machine": found.machine},
+            **frontier.to_json(),
+            "notes": list(frontier.notes),
+        }
+    )
+
+
+def _point(plan: Plan) -> report.Point:
+    assert plan.budget is not None
+    return report.Point(plan.budget, plan.peak, plan.overhead, plan.bound, plan.planning_seconds)
+
+
+def _classics(graph: Graph, costs: Costs, budgets: Sequence[int]) -> dict[str, list[report.Point | None]]:
+    """What each classic finds within these budgets."""
+    planning = Planning(graph, costs)
+    found: dict[str, list[report.Point | None]] = {}
+    with counting("planning as published", patience=0.0) as progress:
+        for done, name in enumerate(CLASSICS):
+            progress(done, len(CLASSICS))
+            found[name] = [_classic(planning.within, budget, name) for budget in budgets]
+    return found
+
+
+def _classic(within: Callable[[int, str], Plan], budget: int, name: str) -> report.Point | None:
+    try:
+        return _point(within(budget, name))
+    except BudgetError:
+        return None
