@@ -23,13 +23,13 @@ ROUNDS = 20_000  # of shaving
 MANNERS = ((4, 0.0), (16, 1.0), (1, 1.0), (16, 0.0), (4, 1.0), (1, 0.0))  # values let go at a time, penalty for width
 STARTS = 0.2  # of the work: for the starts
 PATIENT = 50_000_000  # places that are looked at before one start is given up
-RATE = 100_000_000  # places that a search looks at for each second that it is given
+RATE = 150_000_000  # places that a search looks at for each second that it is given
 SLICES = 10  # between which the clock is looked at
 LOWEST = 400_000_000  # places that are looked at for the least peak
 TRIES = 300  # at most
 POOL = 6  # sequences with low peaks that are tried again
 LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
-HEATS = ((12, 0.2), (4, 0.2), (2, 0.4))  # of a race: how many run, and their share of the work
+HEATS = ((6, 0.25), (2, 0.55))  # of a race: how many run, and their share of the work
 HEAT = 0.004  # of the step: how much slower a sequence may become at first
 
 

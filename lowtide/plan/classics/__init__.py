@@ -23,6 +23,7 @@ __all__ = ["CLASSICS", "Classic"]
 STAGES = 200  # of rotor, whose tables grow with the third power
 LEVELS = (120, 50, 30, 16)  # segments, for menus: long segments have the better ones, short ones fit into less
 LARGEST_ALPHA = 8
+SLOTS = 128  # in the tables of longer chains
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ def _revolve(chain: Segments) -> Knob:
 
 def _hidden(chain: Segments) -> Knob:
     steps = len(chain.parts)
-    return _of_table(hidden(steps, steps), _root(steps))
+    return _of_table(hidden(steps, _slots(steps)), _root(steps))
 
 
 def _internal(chain: Segments) -> Knob:
     steps = len(chain.parts)
-    return _of_table(internal(steps, steps), _root(steps))
+    return _of_table(internal(steps, _slots(steps)), _root(steps))
 
 
 def _mixed(chain: Segments) -> Knob:
@@ -73,7 +74,12 @@ def _mixed(chain: Segments) -> Knob:
     inside = sum(int(nbytes[list(part.internals | part.leaving)].sum()) for part in chain.parts)
     entering = sum(int(nbytes[list(part.entering)].sum()) for part in chain.parts)
     alpha = int(np.clip(round(inside / max(1, entering)), 1, LARGEST_ALPHA))
-    return _of_table(mixed(steps, alpha * steps, alpha), alpha * _root(steps))
+    return _of_table(mixed(steps, alpha * _slots(steps), alpha), alpha * _root(steps))
+
+
+def _slots(steps: int) -> int:
+    """As many as there are steps; for long chains no more than what saves most of the memory."""
+    return steps if steps <= STAGES else min(steps, SLOTS)
 
 
 def _of_table(table: Gruslys, natural: int) -> Knob:

@@ -18,6 +18,7 @@ from lowtide.plan.problem import Ints, Problem
 Find = Callable[[int | None], Ints | None]  # bytes of the whole step -> sequence, None: no fit; None -> natural plan
 Prepare = Callable[[Problem, Ints], Find]  # for one order of the ops
 
+FINEST = 1024  # segments of a chain of equal steps
 GROUPINGS = 24  # that Chen's search tries
 UNITS = 400  # of memory in a budget
 HEADROOM = 1.15  # of the budget: tables add up what is rarely there at the same time
@@ -45,7 +46,7 @@ def turning(knob_of: Callable[[Segments], Knob]) -> Prepare:
     """A classic with a knob."""
 
     def prepare(problem: Problem, order: Ints) -> Find:
-        chain = segments(problem, order)
+        chain = segments(problem, order, most=FINEST)
         knob = knob_of(chain)
 
         def make(setting: int) -> Ints | None:
