@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
+from lowtide.check import check
+from lowtide.costs import Costs
+from lowtide.errors import UsageError
 from lowtide.execute import Runner, StaleError, execute
+from lowtide.graph import Graph
 from lowtide.measure import measure
 from lowtide.plan import TIME_LIMIT, as_eager, keep_everything, plan, with_narrow
 from lowtide.program import Plan, Program
@@ -26,10 +31,13 @@ class Fitted:
         optimizer: Any,
         example: tuple[Any, ...],
         budget: int | str | None,
+        plan: Plan | str | os.PathLike[str] | None,
         time_limit: float,
     ) -> None:
+        if budget is not None and plan is not None:
+            raise UsageError("a plan has its own budget.", hint="give a budget or a plan, not both.")
         self._step, self._model, self._optimizer = step, model, optimizer
-        self._budget, self._time_limit = budget, time_limit
+        self._budget, self._plan, self._time_limit = budget, plan, time_limit
         self._plans: dict[int, Plan] = {}  # id of the runner -> its plan, where there is a budget
         self._runners = [self._make(example)]
 
@@ -70,17 +78,25 @@ class Fitted:
     def _make(self, batch: tuple[Any, ...]) -> Runner:
         captured = capture(self._step, self._model, self._optimizer, batch)
         graph = captured.graph
-        if self._budget is None:
+        if self._budget is None and self._plan is None:
             return execute(captured, keep_everything(graph))
         captured = replace(captured, graph=with_narrow(graph))
         graph = captured.graph
         costs = measure(graph)
-        stays = costs.stays(graph)
-        budget = read_budget(self._budget, stays=stays, eager_peak=simulate(graph, costs, as_eager(graph)).peak)
-        found = plan(graph, costs, budget, time_limit=self._time_limit)
+        found = self._planned(graph, costs)
         runner = execute(captured, found.program)
         self._plans[id(runner)] = found
         return runner
+
+    def _planned(self, graph: Graph, costs: Costs) -> Plan:
+        """The plan that was given, judged again with these costs, or one within the budget."""
+        if self._budget is None:
+            found = self._plan if isinstance(self._plan, Plan) else Plan.load(self._plan or "", graph)
+            check(graph, costs, found.program, budget=found.budget)
+            return found
+        eager_peak = simulate(graph, costs, as_eager(graph)).peak
+        budget = read_budget(self._budget, stays=costs.stays(graph), eager_peak=eager_peak)
+        return plan(graph, costs, budget, time_limit=self._time_limit)
 
 
 def fit(
@@ -90,11 +106,13 @@ def fit(
     *,
     example: tuple[Any, ...],
     budget: int | str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> Fitted:
     """Return `step` as a step that does the same arithmetic and never holds more than the budget.
 
     The budget is the peak of the whole step in bytes, "2GiB", or "50%": what stays between steps and half of what
-    eager's step adds to it. Without one the step runs as captured. `time_limit` is the seconds of planning.
+    eager's step adds to it. Without one the step runs as captured. `time_limit` is the seconds of planning. In place of
+    a budget a plan of this step may be given, or the file that it was saved to.
     """
-    return Fitted(step, model, optimizer, example, budget, time_limit)
+    return Fitted(step, model, optimizer, example, budget, plan, time_limit)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from test_capture import IMAGES, convolutional, plain, recipe
 from twins import assert_exact
 
@@ -78,3 +81,26 @@ def test_another_batch_size_is_planned_within_the_same_budget() -> None:
     train = assert_exact(build, batches=[(x, y), (x[:2], y[:2]), (x, y)], budget="1MB")
     assert len(train._runners) == 2
     assert all(found.peak <= 1_000_000 for found in train._plans.values())
+
+
+def test_a_saved_plan_is_fitted_without_planning(tmp_path: Path) -> None:
+    target = models.SMALL["mlp"]
+    step, model, optimizer, example = models.build(target)
+    first = lowtide.fit(step, model, optimizer, example=example, budget="90%")
+    assert first.plan is not None
+    first.plan.save(tmp_path / "mlp.plan")
+    again = lowtide.fit(*models.build(target)[:3], example=example, plan=tmp_path / "mlp.plan")
+    assert again.program == first.program
+    assert torch.equal(again(*example), first(*example))
+
+
+def test_a_plan_of_another_step_or_beside_a_budget_is_refused(tmp_path: Path) -> None:
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    found = lowtide.fit(step, model, optimizer, example=example, budget="90%").plan
+    assert found is not None
+    found.save(tmp_path / "mlp.plan")
+    step, model, optimizer, example = models.build(models.SMALL["unet"])
+    with pytest.raises(lowtide.LowtideError, match="not for this one"):
+        lowtide.fit(step, model, optimizer, example=example, plan=tmp_path / "mlp.plan")
+    with pytest.raises(lowtide.LowtideError, match="not both"):
+        lowtide.fit(step, model, optimizer, example=example, plan=found, budget="50%")
