@@ -100,7 +100,16 @@ class Gate:
 
     def __init__(self, web: Web, op: int) -> None:
         self.web, self.op = web, op
-        self.before, self.after = web.before(op), web.after(op)
+
+    @cached_property
+    def before(self) -> Flags:
+        """The ops that this one depends on."""
+        return self.web.before(self.op)
+
+    @cached_property
+    def after(self) -> Flags:
+        """The ops that depend on this one."""
+        return self.web.after(self.op)
 
     @cached_property
     def needed(self) -> Ints:

@@ -7,6 +7,7 @@ from brute import least_peak_of_orders
 from graphs import Costed, costed, make_costed
 from hypothesis import given, settings
 
+from lowtide.bench.games import binary_tree, caterpillar
 from lowtide.check import check
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import least_peak
@@ -90,22 +91,6 @@ def test_orders_are_the_same_each_time() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- pebble games
-
-
-def caterpillar(length: int) -> list[list[int]]:
-    """A path of so many nodes, each of which also needs a leaf of its own."""
-    return [[], *([], [0, 1]) * (length > 0), *(row for n in range(1, length) for row in ([], [2 * n, 2 * n + 1]))]
-
-
-def binary_tree(height: int) -> list[list[int]]:
-    """A complete binary tree, level by level from the leaves, which are far from each other in this order."""
-    needs: list[list[int]] = [[] for _ in range(2**height)]
-    level = list(range(2**height))
-    while len(level) > 1:
-        half = len(level) // 2
-        needs += [[level[n], level[n + half]] for n in range(half)]
-        level = list(range(len(needs) - half, len(needs)))
-    return needs
 
 
 def pyramid(height: int) -> list[list[int]]:
