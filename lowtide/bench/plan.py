@@ -9,6 +9,8 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from lowtide.bench import resident
 from lowtide.capture import capture
 from lowtide.costs import Costs
@@ -25,7 +27,7 @@ from lowtide.simulate import simulate
 BUDGETS = (70.0, 50.0, 30.0, 20.0, 10.0)  # percent of the step's own part without recomputation
 GAPS = ((50.0, 0.003), (30.0, 0.015))  # from this budget on, the most that overhead and bound may differ
 ARENA = (30.0, 1.01)  # from this budget on, the most bytes that the device needs for each byte in use
-SECONDS = ((3_600, 10.0), (10**9, 60.0))  # up to so many ops, the most seconds of planning
+OPS, SECONDS = (1_500, 26_000), (10.0, 60.0)  # and the most seconds of planning; between these in proportion
 MEMORY = 10**9  # bytes by which planning may let the process grow
 MONOTONE = 40  # budgets
 
@@ -121,7 +123,7 @@ def plan_target(
         costs = roofline(graph)
     gc.collect()
     before = resident.reset_peak()
-    limit = next(seconds for most, seconds in SECONDS if len(graph.ops) <= most)
+    limit = float(np.interp(len(graph.ops), OPS, SECONDS))
     found = []
     for percent in budgets:
         goal = trial.found.get(percent) if trial else None

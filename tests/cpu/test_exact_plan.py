@@ -64,15 +64,8 @@ def test_no_plan_is_quicker_than_the_exact_one(target: str, part: float) -> None
     assert made.seconds >= found.bound_seconds - 1e-12
 
 
-TOO_TIGHT = {(CHAIN, 0.4), (TARGETS[1], 0.4), (TARGETS[1], 0.2)}  # what the planner does not find by itself
-EVERY = [
-    pytest.param(target, part, marks=[pytest.mark.xfail(strict=False)] if (target, part) in TOO_TIGHT else [])
-    for target in TARGETS
-    for part in PARTS
-]
-
-
-@pytest.mark.parametrize(("target", "part"), EVERY)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_plans_of_small_steps_are_optimal(target: str, part: float) -> None:
     step, found = arrays(target), truth(target, part)
     if found.sequence is None:
