@@ -33,6 +33,7 @@ SMALL = 64  # ops: a graph that may be solved exactly
 STATES = 200_000  # that the exact solver may meet
 ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in use
 LOWER = 0.4  # of what the arena has too much
+SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
 BEST, ONE_SHOT = "lowtide", "one-shot"
 METHODS = (BEST, ONE_SHOT, *CLASSICS)
 
@@ -158,7 +159,9 @@ class Planning:
             if excess <= 0:
                 break
             # The arena has gaps, and saved states of the random generator are not in the arrays: aim a little lower.
-            target -= max(1, int(LOWER * excess))
+            # A small excess is not a matter of luck in the layout: all of it is taken off.
+            part = 1.0 if excess < SLIGHT * budget else LOWER
+            target = min(target, self.arrays.peak(sequence)) - max(1, int(part * excess))
             starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
             program = None
         if gate is not None and quickest - bound > CLOSE * self.base:
