@@ -95,8 +95,9 @@ def recompute(
     smallest = int(problem.nbytes.max(initial=0) * 1e-4)
     field: list[_Runner] = []
     left = limit * RATE * STARTS
+    hopeless = -max(3 * left, 4.0 * PATIENT)
     for (batch, penalty), (family, start) in product(MANNERS, enumerate(starts)):
-        if field and (left < 0 or time.monotonic() > until):
+        if left < (0 if field else hopeless) or (field and time.monotonic() > until):
             break
         work = np.array([PATIENT])
         tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest, work=work)
