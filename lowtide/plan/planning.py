@@ -126,16 +126,17 @@ class Planning:
 
     def _by_name(self, method: str, budget: int | None) -> Program:
         """What a classic finds, or the order with the least peak."""
-        if method == ONE_SHOT:
-            sequence: Ints | None = self.one_shot
-        else:
-            if method not in self.prepared:
-                self.prepared[method] = CLASSICS[method].prepare(self.arrays, self.order)
-            sequence = self.prepared[method](budget)
+        sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
         program = None if sequence is None else self._finish(sequence, budget)
         if program is None or not self._fits(program, budget):
             raise explain(self.arrays, budget or 0, simulate(self.graph, self.costs, self._lowest).peak, method)
         return program
+
+    def _classic(self, name: str, budget: int | None) -> Ints | None:
+        """What a classic finds, prepared once for all budgets."""
+        if name not in self.prepared:
+            self.prepared[name] = CLASSICS[name].prepare(self.arrays, self.order)
+        return self.prepared[name](budget)
 
     def _search(self, budget: int, known: list[Ints], begun: float) -> tuple[Program | None, float]:
         """A program within the budget, None if none is found, and a lower bound on the seconds of recomputation."""
@@ -146,6 +147,8 @@ class Planning:
                 return program, 0.0 if found.sequence is None else found.bound_seconds - self.base
         own = budget - self.arrays.stays
         bound, gate = bound_alone(self.gates, own)
+        if bound == float("inf"):
+            return None, bound  # proven: nothing fits
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
@@ -200,12 +203,8 @@ class Planning:
 
     def _chains(self, budget: int) -> Iterator[Ints]:
         """What the dynamic program for chains finds, which is good where budgets are tight and nets are deep."""
-        for name in CHAINS:
-            if name not in self.prepared:
-                self.prepared[name] = CLASSICS[name].prepare(self.arrays, self.order)
-            sequence = self.prepared[name](budget)
-            if sequence is not None:
-                yield sequence
+        found = (self._classic(name, budget) for name in CHAINS)
+        yield from (sequence for sequence in found if sequence is not None)
 
     def _finish(self, sequence: Ints, budget: int | None) -> Program:
         """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import COMMON
 from typer.testing import CliRunner, Result
 
 from lowtide.capture import capture
@@ -22,17 +23,6 @@ from lowtide.simulate import simulate
 
 GPT = SMALL["gpt"]
 QUICK = ("--costs", "roofline", "--time-limit", "0.5")
-COMMON = {  # what the JSON of every command has
-    "budget",
-    "stays",
-    "predicted_peak",
-    "metered_peak",
-    "least_feasible",
-    "overhead",
-    "bound",
-    "time_ratio",
-    "planning_seconds",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
