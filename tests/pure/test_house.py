@@ -19,6 +19,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "
 INSTRUMENTS = {"allocator", "kernels", "native"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
+DATA = {"data"}
 DOORS = {"__init__", "fit", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
@@ -27,8 +28,8 @@ MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),
     **dict.fromkeys(VERBS, NOUNS | INSTRUMENTS),
-    **dict.fromkeys(MODELS, NOUNS),
-    **dict.fromkeys(DOORS, NOUNS | INSTRUMENTS | VERBS | MODELS | DOORS),
+    **dict.fromkeys(MODELS | DATA, NOUNS),
+    **dict.fromkeys(DOORS, NOUNS | INSTRUMENTS | VERBS | MODELS | DATA | DOORS),
 }
 REFUSED = {"utils", "common", "core", "base", "misc", "helpers", "manager", "v2"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
