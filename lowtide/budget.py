@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from lowtide.errors import UsageError
 
@@ -12,6 +14,12 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
+MACHINE, GROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+LIMITS = (  # of the control group, of both kinds: the most, what is used now, and what that consists of
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # files in memory, which make room when asked
 FORM = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -27,6 +35,35 @@ def read_budget(budget: int | str, *, stays: int, eager_peak: int) -> int:
     if found[2] == "%":
         return _positive(stays + round(float(found[1]) / 100 * max(0, eager_peak - stays)), budget)
     return _positive(round(float(found[1]) * UNITS[found[2].lower()]), budget)
+
+
+def free_memory() -> int:
+    """The bytes that this process can still get: what is free on the machine, or left of its control group."""
+    left = [_available()]
+    for limit, used, parts in LIMITS:
+        most, now = _number(GROUPS / limit), _number(GROUPS / used)
+        if most is not None and now is not None:
+            left.append(most - now + max(map(int, CACHED.findall(_text(GROUPS / parts))), default=0))
+    return max(0, min(left))
+
+
+def _available() -> int:
+    for line in _text(MACHINE).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
 
 
 def _positive(nbytes: int, budget: int | str) -> int:

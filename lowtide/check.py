@@ -101,7 +101,8 @@ class _Judge:
 
         blocks = [(("device", value), nbytes[value]) for value in makes]
         if self.costs.extra[op] > 0:
-            blocks.append((("temporaries", op), self.costs.extra[op]))
+            placed = bool(run.at) and run.at[-1] >= 0
+            blocks.append((("temporaries", op), self.costs.temporaries(op, placed=placed)))
         if len(run.at) != (len(blocks) if self.program.arena else 0):
             self.fail("misplaced", f"{self.name_op(op)} makes {len(blocks)} blocks, but at is {run.at}.")
         for (block, size), offset in zip(blocks, run.at or (-1,) * len(blocks), strict=True):

@@ -17,11 +17,12 @@ class Costs:
 
     graph: str  # fingerprint
     seconds: tuple[float, ...]  # for each op, one run
-    extra: tuple[int, ...]  # for each op, bytes allocated inside it at its own peak, beyond what it makes
+    extra: tuple[int, ...]  # for each op, bytes that its temporaries need in one piece, beside what it makes
     nbytes: tuple[int, ...]  # for each value, bytes really allocated
     in_place: tuple[tuple[tuple[int, int], ...], ...]  # for each op, pairs (made, read): made may sit on read's bytes
     origin: Literal["measured", "roofline"]
     machine: str  # processor, threads and library version, for people
+    inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
@@ -29,12 +30,17 @@ class Costs:
         """The bytes that stay between steps: parameters, buffers, optimizer state, the batch."""
         return sum(self.nbytes[item.value] for item in graph.inputs if item.stays)
 
+    def temporaries(self, op: int, *, placed: bool) -> int:
+        """The bytes of an op's temporaries, in one piece of the arena or here and there in the heap."""
+        return self.extra[op] if placed or not self.inside else self.inside[op]
+
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
         payload = {
             "graph": self.graph,
             "seconds": list(self.seconds),
             "extra": list(self.extra),
+            "inside": list(self.inside),
             "nbytes": list(self.nbytes),
             "in_place": [[list(pair) for pair in pairs] for pairs in self.in_place],
             "origin": self.origin,
@@ -57,6 +63,7 @@ class Costs:
                 in_place=tuple(tuple((int(a), int(b)) for a, b in pairs) for pairs in data["in_place"]),
                 origin=data["origin"],
                 machine=str(data["machine"]),
+                inside=tuple(map(int, data.get("inside", ()))),
                 bandwidth=tuple((str(place), float(rate)) for place, rate in data["bandwidth"]),
                 notes=tuple(map(str, data["notes"])),
             )
@@ -67,7 +74,8 @@ class Costs:
                 f"{path} holds the costs of graph {costs.graph[:12]}, not of this one, {graph.fingerprint[:12]}.",
                 hint="measure this graph.",
             )
-        if {len(costs.seconds), len(costs.extra), len(costs.in_place)} - {len(graph.ops)} or (
+        inside = costs.inside or costs.extra
+        if {len(costs.seconds), len(costs.extra), len(inside), len(costs.in_place)} - {len(graph.ops)} or (
             len(costs.nbytes) != len(graph.values)
         ):
             raise FileError(

@@ -14,6 +14,10 @@ class LowtideError(Exception):
         self.hint = hint
 
 
+class LowtideWarning(UserWarning):
+    """Something works less well than it could here, and how it would work well."""
+
+
 class UsageError(LowtideError):
     """A call with a wrong name, number or combination."""
 
@@ -51,3 +55,12 @@ class ProgramError(LowtideError):
         super().__init__(message)
         self.rule = rule
         self.instruction = instruction
+
+
+class StepError(LowtideError):
+    """A step that failed half-way, with what it had changed by then."""
+
+    def __init__(self, message: str, *, hint: str, parameters: tuple[str, ...], buffers: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.parameters = parameters  # that it had updated, or whose optimizer state it had
+        self.buffers = buffers

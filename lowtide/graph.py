@@ -193,6 +193,11 @@ class Graph:
         lasting = self.lasting_storages
         return tuple(tuple(pair for pair in op.updates if self.values[pair[1]].storage in lasting) for op in self.ops)
 
+    @cached_property
+    def random(self) -> bool:
+        """Whether the step draws from the generator."""
+        return any(op.random for op in self.ops)
+
     def repeatable(self, op: int) -> bool:
         """Whether the op may run a second time, given what it reads."""
         return not self.effects[op] or self.ops[op].detachable

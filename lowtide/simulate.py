@@ -88,8 +88,9 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
                 seen.add(op)
                 makes = graph.makes_of(op, again=again)
                 onto = dict(over)
-                moment.extra = costs.extra[op]
-                moment.extra_outside = costs.extra[op] if not at or at[-1] < 0 else 0
+                placed = bool(at) and at[-1] >= 0
+                moment.extra = costs.temporaries(op, placed=placed)
+                moment.extra_outside = 0 if placed else moment.extra
                 if again and graph.ops[op].random:
                     moment.states += graph.generator_bytes  # the present state, put aside for the old one
                 for position, value in enumerate(makes):

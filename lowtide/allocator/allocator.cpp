@@ -1,13 +1,18 @@
-// Counts the memory that torch asks for on the CPU, by standing between torch and its own allocator.
+// Counts the memory that torch asks for on the CPU, and gives the allocations of a planned step their places, by
+// standing between torch and its own allocator.
 //
-// Every block still comes from the allocator that was there before, so a block may outlive the counting, and a block
-// that one of the two made may be freed through the other. Sizes are kept in a table beside the blocks, never in a
-// header before them: oneDNN frees raw pointers through whichever allocator is installed at that moment.
+// Every block that has no place in an arena still comes from the allocator that was there before, so it may outlive
+// the counting, and a block that one of the two made may be freed through the other. Sizes are kept in a table beside
+// the blocks, never in a header before them: oneDNN frees raw pointers through whichever allocator is installed at that
+// moment, and what is in an arena is known by its address.
+
+#include "arena.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -30,7 +35,7 @@ constexpr int64_t kBusy = -2;     // every meter, or the one recorder, is in use
 struct Block {
   int64_t nbytes;
   int64_t number;          // counts blocks from the first one ever tracked
-  c10::DeleterFnPtr free;  // of the allocator that made it
+  c10::DeleterFnPtr free;  // of the allocator that made it; null: mapped by ourselves
 };
 
 struct Meter {
@@ -53,36 +58,43 @@ class Ledger {
  public:
   std::mutex lock;
 
-  void born(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
+  // Returns the number of the block.
+  int64_t born(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
     std::lock_guard<std::mutex> guard(lock);
     // An address that is still in the table was freed behind our back, while we were not installed. No meter ran
     // then, so none is told.
     Block block{nbytes, born_, free};
     alive_.insert_or_assign(pointer, block);
     ++born_;
-    each_meter([nbytes](Meter& meter) {
-      meter.current += nbytes;
-      meter.peak = std::max(meter.peak, meter.current);
-      ++meter.allocations;
-    });
+    count(nbytes);
     note(kAlloc, block);
+    return block.number;
   }
 
-  // Forgets the block and returns how to free it, or null for a block that somebody else made.
-  c10::DeleterFnPtr died(void* pointer) {
+  // Forgets the block and says whether there was one; a block that is not in the table was made by somebody else.
+  bool died(void* pointer, Block& block) {
     std::lock_guard<std::mutex> guard(lock);
     auto found = alive_.find(pointer);
     if (found == alive_.end()) {
-      return nullptr;
+      return false;
     }
-    Block block = found->second;
+    block = found->second;
     alive_.erase(found);
-    each_meter([&block](Meter& meter) { meter.current -= block.nbytes; });
+    count(-block.nbytes);
     note(kFree, block);
-    return block.free;
+    return true;
   }
 
   // The functions below expect the caller to hold the lock.
+
+  // Tells all meters of bytes that came or went.
+  void count(int64_t nbytes) {
+    each_meter([nbytes](Meter& meter) {
+      meter.current += nbytes;
+      meter.peak = std::max(meter.peak, meter.current);
+      meter.allocations += nbytes > 0;
+    });
+  }
 
   int64_t start_meter() {
     int64_t slot = std::countr_one(running_);
@@ -176,21 +188,50 @@ Ledger& ledger() {
 std::atomic<c10::Allocator*> source{nullptr};
 
 void release(void* pointer) {
-  c10::DeleterFnPtr free = ledger().died(pointer);  // before its address can be handed out again
-  if (free == nullptr) {
-    free = source.load()->raw_deleter();
+  if (Arena* arena = arena_of(pointer)) {
+    std::lock_guard<std::mutex> guard(ledger().lock);
+    arena->drop(pointer);
+    return;
   }
-  free(pointer);
+  Block block;
+  if (!ledger().died(pointer, block)) {  // before its address can be handed out again
+    source.load()->raw_deleter()(pointer);
+    return;
+  }
+  if (Step* step = stepping) {
+    step->freed(block.number, block.nbytes);
+  }
+  if (block.free == nullptr) {
+    munmap(pointer, block.nbytes);
+  } else {
+    block.free(pointer);
+  }
 }
 
-class MeteredAllocator final : public c10::Allocator {
+class LowtideAllocator final : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t nbytes) override {
+  c10::DataPtr allocate(size_t requested) override {
+    const auto nbytes = static_cast<int64_t>(requested);
+    Step* step = stepping;
+    if (step != nullptr && nbytes > 0 && !step->learns()) {
+      std::lock_guard<std::mutex> guard(ledger().lock);
+      if (void* place = step->place(nbytes)) {
+        return {place, place, &release, c10::DeviceType::CPU};
+      }
+    }
     c10::Allocator* maker = source.load();
-    void* pointer = maker->raw_allocate(nbytes);
+    // While a step learns, its large blocks leave nothing behind in the heap, where its arena will not need them.
+    void* pointer = step != nullptr && step->learns() && nbytes >= kMapped ? map(nbytes) : nullptr;
+    const bool mapped = pointer != nullptr;
+    if (!mapped) {
+      pointer = maker->raw_allocate(requested);
+    }
     c10::DataPtr block(pointer, pointer, &release, c10::DeviceType::CPU);
     if (pointer != nullptr) {  // torch's answer to zero bytes is null, and nothing frees that
-      ledger().born(pointer, static_cast<int64_t>(nbytes), maker->raw_deleter());
+      const int64_t number = ledger().born(pointer, nbytes, mapped ? nullptr : maker->raw_deleter());
+      if (step != nullptr) {
+        step->made(number, nbytes);
+      }
     }
     return block;
   }
@@ -204,12 +245,12 @@ class MeteredAllocator final : public c10::Allocator {
   }
 };
 
-MeteredAllocator& metered() {
-  static MeteredAllocator* const only = new MeteredAllocator;
+LowtideAllocator& ours() {
+  static LowtideAllocator* const only = new LowtideAllocator;
   return *only;
 }
 
-// Puts the metered allocator in place while anybody uses it. Guarded by the ledger's lock.
+// Puts our allocator in place while anybody uses it. Guarded by the ledger's lock.
 class Installation {
  public:
   bool enter() {
@@ -229,7 +270,7 @@ class Installation {
  private:
   bool install() {
     c10::Allocator* found = c10::GetCPUAllocator();
-    if (found == &metered()) {
+    if (found == &ours()) {
       return true;
     }
     // An allocator that was put over ours may forward to ours; forwarding to it would never end.
@@ -238,11 +279,11 @@ class Installation {
       return false;
     }
     source.store(found);
-    return put(&metered());
+    return put(&ours());
   }
 
   void uninstall() {
-    buried_ = c10::GetCPUAllocator() != &metered();
+    buried_ = c10::GetCPUAllocator() != &ours();
     if (!buried_) {
       put(source.load());
     }
@@ -290,7 +331,7 @@ void write(const Meter& meter, int64_t* counters) {
 extern "C" {
 
 int64_t lowtide_installed() {
-  return c10::GetCPUAllocator() == &metered();
+  return c10::GetCPUAllocator() == &ours();
 }
 
 // Returns the slot of a new meter, kRefused or kBusy.
@@ -354,6 +395,77 @@ void lowtide_record_take(int64_t* numbers) {
   Guard guard(ledger().lock);
   std::vector<Event> events = ledger().take_recording();
   std::copy_n(reinterpret_cast<const int64_t*>(events.data()), 3 * events.size(), numbers);
+}
+
+// Maps an arena; null where the system has not that much.
+Arena* lowtide_arena_map(int64_t nbytes) {
+  Arena* arena = Arena::make(nbytes);
+  if (arena != nullptr) {
+    Guard guard(ledger().lock);
+    ledger().count(nbytes);
+  }
+  return arena;
+}
+
+// The arena is unmapped now, or when the last tensor in it is gone.
+void lowtide_arena_unmap(Arena* arena) {
+  Guard guard(ledger().lock);
+  ledger().count(-arena->nbytes);
+  arena->leave();
+}
+
+// Where the allocations of each instruction go: those of instruction k are the entries from start[k] to start[k + 1].
+Tape* lowtide_tape_make(int64_t instructions, const int64_t* start, const int64_t* nbytes, const int64_t* offset) {
+  const int64_t entries = start[instructions];
+  return new Tape{{start, start + instructions + 1}, {nbytes, nbytes + entries}, {offset, offset + entries}};
+}
+
+void lowtide_tape_drop(Tape* tape) {
+  delete tape;
+}
+
+// From here on the allocations of this thread are those of a step: they go where the tape says or, without one, are
+// written down. The cursor is the instruction that runs; the number is nobody else's. Returns zero or kRefused.
+int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor) {
+  Guard guard(ledger().lock);
+  if (!installation.enter()) {
+    return kRefused;
+  }
+  stepping = new Step(number, arena, tape, cursor, stepping);
+  return 0;
+}
+
+// Ends this step of this thread and returns it, for lowtide_step_take; null where it has ended already.
+Step* lowtide_step_end(int64_t number) {
+  Step** link = &stepping;
+  while (*link != nullptr && (*link)->number != number) {
+    link = &(*link)->outer;
+  }
+  Step* step = *link;
+  if (step != nullptr) {
+    *link = step->outer;
+    Guard guard(ledger().lock);
+    installation.leave();
+  }
+  return step;
+}
+
+// Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, and
+// the number of events that were written down.
+void lowtide_step_read(const Step* step, int64_t* counters) {
+  step->write(counters);
+}
+
+// Writes the events of a step that learned, four numbers each: instruction, kind, block, nbytes; then forgets the step.
+void lowtide_step_take(Step* step, int64_t* numbers) {
+  step->write_events(numbers);
+  delete step;
+}
+
+// Tensors that are in the arena.
+int64_t lowtide_arena_blocks(const Arena* arena) {
+  Guard guard(ledger().lock);
+  return arena->blocks();
 }
 
 }  // extern "C"

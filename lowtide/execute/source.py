@@ -1,4 +1,8 @@
-"""A program as Python source: one line an op, explicit `del`, nothing decided while it runs."""
+"""A program as Python source: one line an op, explicit `del`, nothing decided while it runs.
+
+Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
+to know how far a step came that failed.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from lowtide.errors import ProgramError
 from lowtide.graph import Arg, Constant, Graph, Op, Read
 from lowtide.program import Copy, Free, Program, Run, Wait
 
+FILE = "<lowtide program>"  # as which tracebacks name it
+
 
 def generate(graph: Graph, program: Program) -> tuple[Callable[..., list[Any]], str]:
     """The function that runs the program on a list of inputs, and its source."""
@@ -23,7 +29,7 @@ def generate(graph: Graph, program: Program) -> tuple[Callable[..., list[Any]], 
     writer = _Writer(graph, program)
     source = writer.write()
     namespace = dict(writer.names)
-    exec(compile(source, "<lowtide program>", "exec"), namespace)
+    exec(compile(source, FILE, "exec"), namespace)
     return namespace["run"], source
 
 
@@ -57,7 +63,9 @@ class _Writer:
         inputs = "".join(f"{self.held[item.value].name}, " for item in self.graph.inputs)
         self.emit(f"({inputs}) = inputs" if inputs else "pass")
         self.emit("inputs.clear()")
-        for instruction in self.program.instructions:
+        for number, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, Run | Copy):
+                self.emit(f"at[0] = {number}")
             match instruction:
                 case Run():
                     self.run(instruction)
@@ -74,7 +82,7 @@ class _Writer:
                     self.emit(f"places.wait({value}, {place!r})")
         results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
         self.emit(f"return [{results}]")
-        return "\n".join(["def run(inputs, generator, places):", *(f"  {line}" for line in self.lines), ""])
+        return "\n".join(["def run(inputs, generator, places, at):", *(f"  {line}" for line in self.lines), ""])
 
     def run(self, instruction: Run) -> None:
         """One op: make its arguments, call it, name what it returns."""

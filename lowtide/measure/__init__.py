@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lowtide import allocator, files
+from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.measure.roofline import roofline
@@ -70,7 +71,8 @@ def machine() -> str:
 def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
     """Put the answers where their ops and values are."""
     estimate = roofline(graph)
-    seconds, extra, nbytes = list(estimate.seconds), [0] * len(graph.ops), list(estimate.nbytes)
+    seconds, nbytes = list(estimate.seconds), list(estimate.nbytes)
+    extra, inside = [0] * len(graph.ops), [0] * len(graph.ops)
     in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
     failures: dict[str, str] = {}
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
@@ -81,7 +83,7 @@ def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, An
         if "error" in answer:
             failures[op.target] = answer["error"]
             continue
-        seconds[index], extra[index] = answer["seconds"], answer["extra"]
+        seconds[index], extra[index], inside[index] = answer["seconds"], answer["extra"], answer["inside"]
         for value, size in zip(op.outputs, answer["outputs"], strict=True):
             if value is not None and size is not None and graph.maker[value] == index:
                 nbytes[value] = size
@@ -97,6 +99,7 @@ def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, An
         estimate,
         seconds=tuple(seconds),
         extra=tuple(extra),
+        inside=tuple(inside),
         nbytes=tuple(nbytes),
         in_place=tuple(in_place),
         origin="measured",
@@ -168,7 +171,8 @@ def _end(process: subprocess.Popen[str]) -> int:
 
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures."""
-    return [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("bench_call.py", "specimen.py")]
+    own = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py")]
+    return [path.read_text(encoding="utf-8") for path in (*own, Path(scratch.__file__))]
 
 
 class _Book:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from lowtide import kernels
-from lowtide.allocator import Meter
+from lowtide.allocator.arena import Arena, Tape, stepping
+from lowtide.allocator.scratch import ALIGNMENT, NEVER, aligned, arrange, blocks_of, height, most
 from lowtide.graph import Arg, Constant, Read, decode_arg
 
 BUDGET = 0.1  # seconds of repetitions for one call
@@ -71,26 +76,49 @@ class Call:
                 return arg
 
 
-def bench(specimen: dict[str, Any], meter: Meter | None) -> dict[str, Any]:
+def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     """Measure one specimen; without a meter its temporaries stay unknown, and nothing is certified."""
     call = Call(specimen)
     call.run()  # the first call may allocate for good, or choose a kernel
-    local, returned = _peak_of(call.run, meter)
+    room, returned = _room(call.run) if metered else (None, call.run())
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
-    extra = max(0, local - sum(item or 0 for item in fresh))
-    pairs = [] if specimen["written"] or meter is None else _sits_on(call, extra, meter)
-    return {"seconds": _seconds(call.run), "extra": extra, "outputs": fresh, "in_place": pairs}
+    pairs = _sits_on(call, room.extra) if room is not None and not specimen["written"] else []
+    extra, inside = (room.extra, room.inside) if room is not None else (0, 0)
+    return {
+        "seconds": _seconds(call.run, room),
+        "extra": extra,
+        "inside": inside,
+        "outputs": fresh,
+        "in_place": pairs,
+    }
 
 
-def _peak_of(function: Callable[[], Any], meter: Meter | None) -> tuple[int, Any]:
-    """The most bytes that a call holds beyond those at its start, and what it returns."""
-    if meter is None:
-        return 0, function()
-    meter.reset()
-    before = meter.current
-    returned = function()
-    return meter.peak - before, returned
+@dataclass(frozen=True)
+class Room:
+    """What a call allocates, each block with an offset in one arena."""
+
+    extra: int  # bytes in one piece beside the results
+    inside: int  # bytes of the heap at its peak, less those of the results
+    arena: int  # bytes of all
+    nbytes: list[int]
+    offset: list[int]
+
+
+def _room(function: Callable[[], Any]) -> tuple[Room, Any]:
+    """The room that a call needs, and what it returns."""
+    with stepping(array("q", [0])) as step:
+        returned = function()
+    blocks = blocks_of(step.events)
+    results = [block for block in blocks if block.freed == NEVER]
+    places = arrange([block for block in blocks if block.freed != NEVER], results)
+    ends = list(accumulate((aligned(block.nbytes, ALIGNMENT) for block in results), initial=height(places)))
+    starts = [aligned(start, ALIGNMENT) for start in ends]
+    at = {block.made: start for block, start in zip(results, starts, strict=False)}
+    at |= {place.block.made: place.offset + (at[place.under.made] if place.under else 0) for place in places}
+    offset = [at[block.made] for block in blocks]
+    inside = most(blocks) - sum(block.nbytes for block in results)
+    return Room(height(places), max(0, inside), starts[-1], [block.nbytes for block in blocks], offset), returned
 
 
 def _own_bytes(item: Any, call: Call) -> int | None:
@@ -102,18 +130,27 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else storage.nbytes()
 
 
-def _seconds(function: Callable[[], Any]) -> float:
-    """The least time of a few calls."""
-    best, spent, runs = float("inf"), 0.0, 0
-    while runs < LEAST or (spent < BUDGET and runs < MOST):
-        start = time.perf_counter()
-        function()
-        took = time.perf_counter() - start
-        best, spent, runs = min(best, took), spent + took, runs + 1
+def _seconds(function: Callable[[], Any], room: Room | None) -> float:
+    """The least time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
+    cursor = array("q", [0])
+    with ExitStack() as stack:
+        if room is not None and room.arena:
+            tape = Tape([0, len(room.nbytes), 2 * len(room.nbytes)], 2 * room.nbytes, 2 * room.offset)
+            arena = Arena(room.arena)
+            stack.callback(arena.close)
+            stack.enter_context(stepping(cursor, tape, arena))
+            function()  # touches the pages
+        best, spent, runs = float("inf"), 0.0, 0
+        while runs < LEAST or (spent < BUDGET and runs < MOST):
+            cursor[0] = 1 - cursor[0]  # another instruction, with the same places
+            start = time.perf_counter()
+            function()
+            took = time.perf_counter() - start
+            best, spent, runs = min(best, took), spent + took, runs + 1
     return best
 
 
-def _sits_on(call: Call, extra: int, meter: Meter) -> list[list[int]]:
+def _sits_on(call: Call, extra: int) -> list[list[int]]:
     """Which tensors the single result may overwrite: tried on each, and compared bit for bit."""
     target, outputs = call.specimen["target"], call.specimen["outputs"]
     if len(outputs) != 1 or outputs[0] is None or kernels.is_product(target):
@@ -122,11 +159,11 @@ def _sits_on(call: Call, extra: int, meter: Meter) -> list[list[int]]:
     return [
         [0, place]
         for place, item in enumerate(call.specimen["tensors"])
-        if isinstance(item, list) and item[0] == dtype and item[3] == nbytes > 0 and _fits(call, place, extra, meter)
+        if isinstance(item, list) and item[0] == dtype and item[3] == nbytes > 0 and _fits(call, place, extra)
     ]
 
 
-def _fits(call: Call, place: int, extra: int, meter: Meter) -> bool:
+def _fits(call: Call, place: int, extra: int) -> bool:
     """Whether the result on this tensor has the same bits, with no more temporaries than beside it."""
     _, shape, stride, _ = call.specimen["outputs"][0]
     itself = call.specimen["args"][0] == {"read": [place, None]} and call.specimen["tensors"][place][1:3] == [
@@ -145,8 +182,8 @@ def _fits(call: Call, place: int, extra: int, meter: Meter) -> bool:
     onto = call.tensors[place].as_strided(shape, stride)
     kwargs = call.kwargs if out is None else {**call.kwargs, out: onto}
     try:
-        held, _ = _peak_of(lambda: overload(*call.args, **kwargs), meter)
-        return held <= extra and torch.equal(_bits(expected), _bits(onto))
+        room, _ = _room(lambda: overload(*call.args, **kwargs))
+        return room.extra <= extra and torch.equal(_bits(expected), _bits(onto))
     except RuntimeError:  # torch refuses the overlap
         return False
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 
@@ -18,12 +17,11 @@ def main() -> None:
     torch.manual_seed(0)
     answers = sys.stdout
     sys.stdout = sys.stderr
-    with contextlib.ExitStack() as stack:
-        meter = stack.enter_context(allocator.meter()) if allocator.available() else None
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    metered = allocator.available()
+    with torch._C._AutoDispatchBelowAutograd():
         for line in sys.stdin:
             try:
-                answer = bench(json.loads(line), meter)
+                answer = bench(json.loads(line), metered=metered)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=answers, flush=True)

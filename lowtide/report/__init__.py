@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.explain import Explanation, explain, find_values
+from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
 from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
 from lowtide.report.profile import Profile, profile
@@ -15,6 +16,7 @@ __all__ = [
     "Explanation",
     "Frontier",
     "Heading",
+    "Measured",
     "Peaks",
     "PlanReport",
     "Point",
@@ -28,6 +30,7 @@ __all__ = [
     "profile",
     "show_bytes",
     "show_difference",
+    "show_fitted",
     "show_overhead",
     "show_seconds",
     "summarize",

@@ -14,13 +14,16 @@ from lowtide import models
 
 
 def metered_peak(train: lowtide.Fitted, example: tuple[object, ...]) -> int:
-    """The whole step's peak in bytes: what stays, and what the meter saw."""
+    """The whole step's peak in bytes: what stays, the arena, and what the meter saw."""
     for _ in range(2):
         train(*example)
     with lowtide.meter() as meter:
         train(*example)
     graph = train.captured.graph
-    return sum(graph.values[item.value].nbytes for item in graph.inputs if item.stays) + meter.peak
+    stays = sum(graph.values[item.value].nbytes for item in graph.inputs if item.stays)
+    assert train.peak == stays + train.arena_bytes + meter.peak
+    assert not train.mismatches
+    return train.peak
 
 
 @pytest.mark.parametrize("budget", ["70%", "50%"])
@@ -79,8 +82,9 @@ def test_another_batch_size_is_planned_within_the_same_budget() -> None:
     build = recipe(plain, convolutional, example=IMAGES)
     x, y = build()[3]
     train = assert_exact(build, batches=[(x, y), (x[:2], y[:2]), (x, y)], budget="1MB")
-    assert len(train._runners) == 2
-    assert all(found.peak <= 1_000_000 for found in train._plans.values())
+    assert len(train._fits) == 2
+    assert all(found.plan.peak <= 1_000_000 for found in train._fits)
+    assert train.peak <= 1_000_000
 
 
 def test_a_saved_plan_is_fitted_without_planning(tmp_path: Path) -> None:

@@ -60,7 +60,13 @@ def assert_exact(
     mirrored_step, mirror, mirrored_optimizer, _ = recipe()
     if program is None:
         train: Any = lowtide.fit(
-            mirrored_step, mirror, mirrored_optimizer, example=example, budget=budget, time_limit=0.3
+            mirrored_step,
+            mirror,
+            mirrored_optimizer,
+            example=example,
+            budget=budget,
+            time_limit=0.3,
+            costs="measured" if budget is not None else "roofline",
         )
     else:
         captured = lowtide.capture(mirrored_step, mirror, mirrored_optimizer, example)

@@ -1,0 +1,200 @@
+"""One block of memory for a planned step: the k-th allocation of each instruction gets its planned offset.
+
+    with stepping(cursor, tape, arena) as step:
+        cursor[0] = 0  # the instruction that runs
+        ...
+    print(step.outside, step.mismatches)
+
+Only the thread that steps is given places; all others allocate as ever. A step without a tape learns what it allocates:
+its `events` are what a tape is made of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from lowtide.allocator import build
+from lowtide.allocator.build import AllocatorUnavailable
+from lowtide.errors import LowtideError
+
+
+class ArenaError(LowtideError):
+    """The system has not the memory that an arena needs."""
+
+
+class Event(NamedTuple):
+    """A block of memory was made or given back while an instruction ran, or right after it."""
+
+    instruction: int
+    freed: int  # 0: made, 1: freed
+    block: int
+    nbytes: int
+
+
+@dataclass
+class Step:
+    """What one step of a thread did; filled when it ends."""
+
+    outside: int = 0  # bytes: the most that it had outside the arena, beyond what was there when it began
+    placed: int = 0  # allocations that had a place in the arena
+    mismatches: int = 0  # allocations that did not follow the tape
+    events: list[Event] = field(default_factory=list)  # of a step that learns
+
+
+class Tape:
+    """The places of a program's allocations: instruction k has the entries from start[k] to start[k + 1]."""
+
+    def __init__(self, start: Sequence[int], nbytes: Sequence[int], offset: Sequence[int]) -> None:
+        library = build.load()
+        instructions = len(start) - 1
+        self.handle = library.lowtide_tape_make(instructions, _numbers(start), _numbers(nbytes), _numbers(offset))
+        weakref.finalize(self, library.lowtide_tape_drop, self.handle)
+
+
+class Arena:
+    """A block of memory; it is given back when nobody holds it and the last tensor in it is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        library = build.load()
+        self.nbytes = nbytes
+        self.handle = library.lowtide_arena_map(nbytes)
+        if not self.handle:
+            raise ArenaError(
+                f"the system has no {nbytes:,} bytes for the arena of this step.",
+                hint="give a smaller budget, or end what else uses the memory.",
+            )
+        self.close = weakref.finalize(self, library.lowtide_arena_unmap, self.handle)
+
+    @property
+    def blocks(self) -> int:
+        """How many tensors are in it."""
+        return int(build.load().lowtide_arena_blocks(self.handle)) if self.close.alive else 0
+
+
+class Pool:
+    """The arenas of a process: steps that run one after the other share one, which is as large as the largest needs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # it may be held when a finalizer asks for it
+        self._idle: list[Arena] = []
+        self._needs: dict[int, int] = {}  # of each step that may come again: bytes
+
+    def expect(self, user: object, nbytes: int) -> None:
+        """Keep an arena of this size as long as the user lives."""
+        key = id(user)
+        with self._lock:
+            known = key in self._needs
+            self._needs[key] = nbytes
+        if not known:
+            weakref.finalize(user, self._forget, key)
+
+    @contextmanager
+    def borrow(self, nbytes: int) -> Iterator[Arena]:
+        """An arena of at least this size, which nobody else uses inside the `with`."""
+        with self._lock:
+            arena = self._idle.pop() if self._idle else None
+        if arena is not None and arena.nbytes < nbytes:
+            arena.close()  # before the larger one is there
+            arena = None
+        if arena is None:
+            arena = Arena(nbytes)
+        try:
+            yield arena
+        finally:
+            with self._lock:
+                self._idle = sorted([*self._idle, arena], key=lambda one: one.nbytes)
+            self._trim()
+
+    def empty(self) -> None:
+        """Give the idle arenas back, for somebody who needs the memory and has no use for them."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for arena in idle:
+            arena.close()
+
+    def held(self) -> int:
+        """The bytes of all arenas that are idle."""
+        with self._lock:
+            return sum(arena.nbytes for arena in self._idle)
+
+    def before_fork(self) -> None:
+        """Leave a child no idle arena: it would keep the pages that this process writes to from then on."""
+        self._lock.acquire()
+        self.empty()
+
+    def after_fork(self) -> None:
+        """Let others in again, in both processes."""
+        self._lock.release()
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._needs.pop(key, None)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Let go of arenas that are larger than what any step needs, and of more arenas than there are steps."""
+        with self._lock:
+            most, count = max(self._needs.values(), default=0), len(self._needs)
+            self._idle = [arena for arena in self._idle if arena.nbytes <= most][-count:]
+
+
+POOL = Pool()
+os.register_at_fork(before=POOL.before_fork, after_in_parent=POOL.after_fork, after_in_child=POOL.after_fork)
+
+
+def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None = None) -> Stepping:
+    """Give this thread's allocations inside the `with` the places of the tape, or learn them."""
+    return Stepping(cursor, tape, arena)
+
+
+class Stepping:
+    """The `with` of a step."""
+
+    def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
+        self.step = Step()
+        self._number = next(_NUMBERS)
+        self._used = (cursor, tape, arena)  # alive as long as the step
+
+    def __enter__(self) -> Step:
+        cursor, tape, arena = self._used
+        address, _ = cursor.buffer_info()
+        library = build.load()
+        if library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address):
+            raise AllocatorUnavailable(
+                "torch's CPU allocator can't be replaced: another library has put its own in place.",
+                hint="end what that library does before the step.",
+            )
+        return self.step
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the step if it runs; where an interruption may come between, call this after the `with` as well."""
+        library = build.load()
+        handle = library.lowtide_step_end(self._number)
+        if not handle:
+            return
+        step, counters = self.step, (ctypes.c_int64 * 4)()
+        library.lowtide_step_read(handle, counters)
+        step.outside, step.placed, step.mismatches, length = counters
+        numbers = (ctypes.c_int64 * (4 * length))()
+        library.lowtide_step_take(handle, numbers)
+        rows = zip(*(numbers[column::4] for column in range(4)), strict=True)
+        step.events = [Event(*row) for row in rows]
+
+
+_NUMBERS = count()
+
+
+def _numbers(items: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(items))(*items)

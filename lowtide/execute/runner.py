@@ -1,0 +1,160 @@
+"""A captured step that runs by its program, in one arena."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowtide import allocator
+from lowtide.allocator import AllocatorUnavailable
+from lowtide.allocator.arena import POOL, Step, Tape, stepping
+from lowtide.captured import Captured
+from lowtide.errors import LowtideWarning
+from lowtide.execute.binding import Binding
+from lowtide.execute.failure import failed, let_go
+from lowtide.execute.places import Places
+from lowtide.execute.source import generate
+from lowtide.execute.tape import places
+from lowtide.program import Program
+
+LESSONS = 3  # steps at most that learn: the first one may allocate for good, as a warm-up does
+
+
+class Runner:
+    """A captured step that runs by its program: call it with a batch.
+
+    The first call allocates as eager does, no more at a time than the plan says, and learns what each op allocates;
+    the others run in the arena. Without our allocator all of them are like the first.
+    """
+
+    def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
+        self.captured = captured
+        self.program = program
+        self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
+        self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
+        self.mismatches = 0  # allocations of all steps that did not follow the plan
+        self.strays = 0  # allocations of a step that are not in the arena as planned
+        self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
+        self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
+        self._binding = Binding(captured)
+        self._function, self.source = generate(captured.graph, program)
+        self._cursor = array("q", [0])
+        self._tape: Tape | None = None
+        self._lessons = LESSONS
+        if self.arena_bytes:
+            POOL.expect(self, self.arena_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the arena that the steps run in; 0 where there is none."""
+        return self.program.arena if self._arranged() else 0
+
+    def __call__(self, *batch: Any) -> Any:
+        """One training step on this batch; returns what the step returns, detached."""
+        leaves = self._binding.check(batch)
+        self.captured.prepare()
+        inputs = self._binding.inputs(leaves)
+        generator = torch.default_generator
+        state = generator.get_state().numpy().tobytes() if self.captured.graph.random else None
+        self._cursor[0] = -1
+        try:
+            outputs, step = self._step(inputs, generator)
+            result = self._binding.leave(outputs)
+        except BaseException as error:
+            inputs.clear()
+            let_go(error)
+            failed(self.captured.graph, self.program, self._cursor[0], error, state)
+            raise
+        if step is not None:
+            self._learn(step)
+        return result
+
+    def _arranged(self) -> bool:
+        return self.captured.graph.device == "cpu" and _allocator_here()
+
+    def _step(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step | None]:
+        """Run the program, in the arena if there can be one."""
+        if self._arranged():
+            try:
+                return self._arrange(inputs, generator)
+            except AllocatorUnavailable as error:  # before anything ran
+                _without_arena(error.message, error.hint)
+        return self._run(inputs, generator), None
+
+    def _arrange(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step]:
+        """Run the program, and let what this thread allocates go where it is planned."""
+        if self._tape is None:
+            POOL.empty()  # a step that learns needs the memory
+        lends = self._tape is not None and self.program.arena
+        with POOL.borrow(self.program.arena) if lends else nullcontext() as arena:
+            context = stepping(self._cursor, self._tape, arena)
+            try:
+                with context as step:
+                    return self._run(inputs, generator), step
+            finally:
+                context.end()
+
+    def _run(self, inputs: list[Any], generator: torch.Generator) -> list[Any]:
+        stored = Places(self.captured.graph.device)
+        try:
+            self._binding.take_gradients()
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._function(inputs, generator, stored, self._cursor)
+        finally:
+            stored.close()
+
+    def _learn(self, step: Step) -> None:
+        """After a step: note its peak, or make the tape of what it allocated."""
+        if self._tape is not None:
+            self.mismatches += step.mismatches
+            self._note(self._before + self.program.arena + step.outside)
+            if step.mismatches and self._lessons:
+                self._tape = None  # the next step learns again
+            return
+        self._lessons -= 1
+        found = places(self.captured.graph, self.program, self._nbytes, step.events)
+        self.strays = found.strays
+        self._tape = Tape(found.start, found.nbytes, found.offset)
+        if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
+            self._note(self._before + step.outside)
+            self.most = max(self.most or 0, self._before + self.program.arena + found.outside)
+
+    def _note(self, peak: int) -> None:
+        self.peak = max(self.peak or 0, peak)
+        self.most = max(self.most or 0, self.peak)
+
+
+def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> Runner:
+    """Make a callable of a captured step and a program for its graph.
+
+    `nbytes` is for each value what the plan counted with, where that is not what the graph declares.
+    """
+    return Runner(captured, program, nbytes)
+
+
+@cache
+def _allocator_here() -> bool:
+    """Whether steps can run in an arena here."""
+    try:
+        allocator.build.load()
+    except AllocatorUnavailable as error:
+        _without_arena(error.message, error.hint)
+        return False
+    return True
+
+
+@cache
+def _without_arena(why: str, hint: str | None) -> None:
+    """Say, once, that steps run without an arena."""
+    warnings.warn(
+        f"steps run without an arena, and unmetered: {why} They hold no more at a time than planned, but the heap may "
+        f"need more, and they are slower.\nhint: {hint}",
+        LowtideWarning,
+        stacklevel=2,
+    )

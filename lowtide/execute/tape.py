@@ -1,0 +1,206 @@
+"""From what a step really allocated to where its allocations go from now on.
+
+The plan says where values and temporaries go; what an op allocates, and in which order, only shows when it runs. So the
+first step runs without an arena and is written down. A block that came and went as the plan says gets the offset of the
+plan. What an instruction makes and drops again gets room beside what is alive. Whatever the plan did not foresee (a
+block that somebody still holds, one of another size) stays outside. So no two blocks that are there together can meet,
+however wrong the plan is; it can only cost bytes, which are counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from lowtide.allocator.arena import Event
+from lowtide.allocator.scratch import NEVER, Block, aligned, arrange, blocks_of, most
+from lowtide.graph import Graph
+from lowtide.program import Copy, Free, Program, Run
+
+OUTSIDE = -1  # of the arena
+
+
+@dataclass(frozen=True)
+class Places:
+    """For each instruction the bytes of its allocations in turn, and their offsets; -1: outside the arena."""
+
+    start: list[int]  # of each instruction's entries, and the end of the last
+    nbytes: list[int]
+    offset: list[int]
+    outside: int = 0  # bytes: the most that is outside at a time
+    strays: int = 0  # allocations that should have been in the arena and are not
+
+
+@dataclass
+class _Planned:
+    """A block as the plan has it."""
+
+    nbytes: int
+    offset: int
+    gone: int = NEVER
+
+
+def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]) -> Places:
+    """The places of what the events say was allocated; `nbytes` is for each value what the plan counted with."""
+    made: list[list[Block]] = [[] for _ in program.instructions]
+    for block in blocks_of(events):
+        made[block.instruction].append(block)
+    planned, spare = _plan(graph, program, nbytes)
+    arena = _Arena(program.arena)
+    found = Places([0], [], [])
+    strays: list[Block] = []
+    outside: list[Block] = []
+    for number, blocks in enumerate(made):
+        arena.advance(number)
+        at: dict[int, int] = {}  # block, by its first event -> its offset
+        lasting = [one for one in planned.get(number, ()) if one.gone > number]
+        unused = [one.offset for one in planned.get(number, ()) if one.gone == number]
+        strays += _match(arena, [block for block in blocks if block.gone > number], lasting, at)
+        strays += _squeeze(
+            arena, [block for block in blocks if block.gone == number], blocks, [*spare.get(number, ()), *unused], at
+        )
+        found.nbytes.extend(block.nbytes for block in blocks)
+        found.offset.extend(at.get(block.made, OUTSIDE) for block in blocks)
+        found.start.append(len(found.nbytes))
+        outside += [block for block in blocks if block.made not in at]
+    return replace(found, outside=most(outside), strays=len(strays))
+
+
+def _plan(
+    graph: Graph, program: Program, nbytes: Sequence[int]
+) -> tuple[dict[int, list[_Planned]], dict[int, tuple[int, ...]]]:
+    """For each instruction the blocks that it puts into the arena, and the offsets meant for what it drops again."""
+    blocks: dict[int, list[_Planned]] = {}
+    spare: dict[int, tuple[int, ...]] = {}
+    holding: dict[int, _Planned | None] = {}
+    now = 0  # the last instruction that may allocate
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Free(value, "device"):
+                block = holding.pop(value, None)
+                if block is not None:
+                    block.gone = now
+            case Copy(value, "device", offset):
+                now = number
+                holding[value] = _Planned(nbytes[value], offset) if offset >= 0 else None
+                blocks[number] = [block for block in (holding[value],) if block is not None]
+            case Copy():
+                now = number
+            case Run(op, at, over, again):
+                now = number
+                onto, row = dict(over), []
+                makes = graph.makes_of(op, again=again)
+                passing = list(at[len(makes) :])
+                for value, offset in zip(makes, at, strict=False):
+                    if value in onto:
+                        holding[value] = holding.pop(onto[value], None)
+                    elif value in holding:
+                        passing.append(offset)
+                    else:
+                        holding[value] = _Planned(nbytes[value], offset) if offset >= 0 else None
+                        row.append(holding[value])
+                blocks[number] = [block for block in row if block is not None and block.nbytes]
+                spare[number] = tuple(offset for offset in passing if offset >= 0)
+            case _:
+                pass
+    return blocks, spare
+
+
+@dataclass
+class _Arena:
+    """What is in the arena while an instruction runs."""
+
+    nbytes: int
+    live: list[tuple[int, int]] = field(default_factory=list)  # (offset, end), sorted, none meets another
+    leaving: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    reached: int = 0  # instruction
+
+    def advance(self, number: int) -> None:
+        """Let go of what is gone before this instruction."""
+        while self.reached < number:
+            for span in self.leaving.pop(self.reached, ()):
+                del self.live[bisect_left(self.live, span)]
+            self.reached += 1
+
+    def free(self, offset: int, end: int, absent: Container[tuple[int, int]] = ()) -> bool:
+        """Whether nothing is between these offsets but what is absent."""
+        position = max(0, bisect_left(self.live, (offset, offset)) - 1)
+        while position < len(self.live) and self.live[position][0] < end:
+            span = self.live[position]
+            if span[1] > offset and span not in absent:
+                return False
+            position += 1
+        return end <= self.nbytes
+
+    def put(self, block: Block, offset: int) -> None:
+        """Let a block be there until it is gone."""
+        span = (offset, offset + block.nbytes)
+        insort(self.live, span)
+        self.leaving[block.gone].append(span)
+
+
+def _match(arena: _Arena, blocks: list[Block], planned: list[_Planned], at: dict[int, int]) -> list[Block]:
+    """Give blocks that stay for a while the offsets of planned ones of their size; return those that should be inside.
+
+    The block that goes first takes the planned one that goes first, of those that do not go before it.
+    """
+    left = sorted(planned, key=lambda one: one.gone)
+    for block in sorted(blocks, key=lambda one: one.gone):
+        one = next((one for one in left if one.nbytes == block.nbytes and one.gone >= block.gone), None)
+        if one is not None:
+            left.remove(one)
+            if arena.free(one.offset, one.offset + block.nbytes):
+                at[block.made] = one.offset
+                arena.put(block, one.offset)
+    outside = sorted((block for block in blocks if block.made not in at), key=lambda block: -block.nbytes)
+    return outside[: len(planned) - len(at)]
+
+
+def _squeeze(
+    arena: _Arena, passing: list[Block], blocks: list[Block], spare: Sequence[int], at: dict[int, int]
+) -> list[Block]:
+    """Give blocks that the instruction itself drops room beside all that is there with them; return the others."""
+    strays: list[Block] = []
+    results = [block for block in blocks if block.made in at]
+    for place in arrange(passing, results):
+        block = place.block
+        beside = [_span(at, one) for one in blocks if one.made in at and block.meets(one)]
+        # What lasts is in the arena's list for the whole instruction; before it is made its bytes are free.
+        absent = {_span(at, one) for one in results if not block.meets(one)}
+        planned = [base + place.offset for base in spare] if place.under is None else [at[place.under.made]]
+        for offset in _tries(arena, block.nbytes, planned, beside, absent):
+            end = offset + block.nbytes
+            if offset >= 0 and arena.free(offset, end, absent) and _apart(offset, end, beside):
+                at[block.made] = offset
+                break
+        else:
+            strays += [block] if spare else []  # what has no planned room is meant to be outside
+    return strays
+
+
+def _span(at: dict[int, int], block: Block) -> tuple[int, int]:
+    return at[block.made], at[block.made] + block.nbytes
+
+
+def _apart(offset: int, end: int, spans: Iterable[tuple[int, int]]) -> bool:
+    return all(stop <= offset or start >= end for start, stop in spans)
+
+
+def _tries(
+    arena: _Arena, nbytes: int, planned: list[int], beside: list[tuple[int, int]], absent: set[tuple[int, int]]
+) -> Iterator[int]:
+    """Offsets for a block: those that are meant for it, then the lowest that is free."""
+    yield from planned
+    yield _gap(arena, nbytes, beside, absent)
+
+
+def _gap(arena: _Arena, nbytes: int, beside: list[tuple[int, int]], absent: set[tuple[int, int]]) -> int:
+    """The lowest offset with so many free bytes; -1 if there is none."""
+    low = 0
+    for start, stop in sorted({span for span in arena.live if span not in absent} | set(beside)):
+        if start - low >= nbytes:
+            break
+        low = max(low, aligned(stop, nbytes))
+    return low if low + nbytes <= arena.nbytes else OUTSIDE

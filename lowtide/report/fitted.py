@@ -1,0 +1,46 @@
+"""A fitted step: what its plan promises, and what was measured of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Console
+
+from lowtide.report.bytes import show_bytes, show_difference, show_seconds
+from lowtide.report.plan import Summary, show_overhead
+from lowtide.report.table import Table
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the steps of a fitted step did."""
+
+    peak: int | None  # bytes, metered; None: not yet, or there is no meter
+    arena: int  # bytes
+    mismatches: int  # allocations that did not come as planned
+    shapes: int  # of batches that were planned
+
+
+def show_fitted(summary: Summary, measured: Measured) -> str:
+    """The fitted step as text."""
+    peak = "-" if measured.peak is None else show_bytes(measured.peak)
+    off = "no step has run in the arena yet" if measured.peak is None else ""
+    if measured.peak is not None:
+        off = f"the prediction is off by {show_difference(measured.peak, summary.peak)}"
+    rows = [
+        ("budget", "-" if summary.budget is None else show_bytes(summary.budget), ""),
+        ("predicted peak", show_bytes(summary.peak), f"{show_bytes(summary.stays)} stays between steps"),
+        ("metered peak", peak, off),
+        ("arena", show_bytes(measured.arena), "one block, kept between steps"),
+        ("eager, predicted", show_bytes(summary.eager_peak), ""),
+        ("overhead", show_overhead(summary.overhead), f"the bound is {show_overhead(summary.bound)}"),
+        ("runs", f"{summary.runs:,}", f"of {summary.ops:,} ops; planned in {show_seconds(summary.planning_seconds)}"),
+    ]
+    if measured.mismatches:
+        rows.append(("mismatches", f"{measured.mismatches:,}", "allocations that came otherwise than planned"))
+    if measured.shapes > 1:
+        rows.append(("shapes", str(measured.shapes), "of batches, each with a plan of its own"))
+    text = StringIO()
+    Console(file=text, width=120, color_system=None).print(Table("lrs", rows))
+    return text.getvalue().rstrip()
