@@ -18,10 +18,10 @@ help:  ## List the targets
 
 DEMO := gpt:layers=4,width=256,context=128,vocabulary=2048,batch=8
 
-demo: .venv/ready  ## Profile a real training step, fit it into half of what it adds, train it, show both peaks
+demo: .venv/ready  ## Train a model on real text, in eager and then with a quarter of what eager adds; show both peaks
 	$(BIN)/lowtide profile $(DEMO)
-	$(BIN)/lowtide plan $(DEMO) --budget 50%
-	$(BIN)/lowtide train $(DEMO) --budget 50% --steps 20
+	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --eager
+	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --budget 25%
 
 test: .venv/ready lint  ## Run the linter, the type checker and all tests
 	$(BIN)/pytest
@@ -36,6 +36,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench execute
 	$(BIN)/lowtide bench capture
 	$(BIN)/lowtide bench plan
+	$(BIN)/lowtide bench fit
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py
