@@ -22,6 +22,7 @@ import numpy as np
 
 from lowtide import native
 from lowtide.graph import Graph
+from lowtide.plan.compiled import compiled
 from lowtide.plan.problem import INT, INTS, REAL, Ints, Problem, ints
 
 SOURCE = Path(__file__).with_name("exact.cpp")
@@ -50,8 +51,9 @@ SIGNATURES: native.Signatures = {
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    return native.library(SOURCE, SIGNATURES, what="the exact planner")
+def library() -> ctypes.CDLL | None:
+    """The compiled search, or None: then nothing is proven."""
+    return compiled(SOURCE, SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,11 @@ class _Found:
 
 
 def _search(problem: Problem, budget: int, limit: int, seconds: float, *, peak_only: bool) -> _Found:
-    game = Game(problem)
-    if game.words > WORDS[-1]:
+    game, inner = Game(problem), library()
+    if inner is None or game.words > WORDS[-1]:
         return _Found(None, False, 0, 0)
     sequence, answer = np.zeros(LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
-    length = _library().lowtide_exact(
+    length = inner.lowtide_exact(
         game.struct(), budget, limit, seconds, peak_only, ints(sequence), len(sequence), ints(answer)
     )
     ops = np.array([game.moves[move].op for move in sequence[: max(0, length)]], np.int64)

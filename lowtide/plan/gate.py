@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from ortools.graph.python import max_flow
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order
 
 from lowtide.plan.exact import useful
-from lowtide.plan.problem import Ints, Problem
+from lowtide.plan.problem import Flags, Ints, Problem
 
 SCALE = 1e11  # units of flow for all seconds of the step
 FOREVER = 4 * 10**15  # more than any cut costs
 SOURCE, SINK, NODES = 0, 1, 2  # the first node of the values
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,7 @@ class Gate:
 def holding(problem: Problem, order: Ints, place: int, keep: frozenset[int]) -> Ints:
     """The ops in order, where only `keep` is held on from a place and the rest is made again when it is first read."""
     ops = [int(op) for op in order]
-    reads, makes = _rows(problem.read_start, problem.reads), _rows(problem.make_start, problem.makes)
+    reads, makes = problem.read_rows, problem.make_rows
     done = ops[:place]
     made = {value for op in done for value in makes[op]}
     present = set(keep)
@@ -234,8 +230,3 @@ def holding(problem: Problem, order: Ints, place: int, keep: frozenset[int]) -> 
 
 def _endless(tail: Ints, head: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return tail, head, np.full(len(tail), FOREVER), np.full_like(tail, -1)
-
-
-def _rows(start: Ints, flat: Ints) -> list[list[int]]:
-    items, ends = flat.tolist(), start.tolist()
-    return [items[first:end] for first, end in pairwise(ends)]

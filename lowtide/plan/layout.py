@@ -23,6 +23,7 @@ from lowtide import native
 from lowtide.check import ALIGNMENT
 from lowtide.costs import Costs
 from lowtide.graph import Graph
+from lowtide.plan.compiled import compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints
 from lowtide.program import Copy, Free, Instruction, Program, Run
 from lowtide.simulate import simulate
@@ -56,8 +57,11 @@ def layout(
     """The program with an arena and all offsets.
 
     It stops when the arena and what is outside it are within `limit` bytes, or, without one, when the arena is as small
-    as its live bytes; else it returns the best that is found in so many steps, or until the clock says `until`.
+    as its live bytes; else it returns the best that is found in so many steps, or until the clock says `until`. Where
+    there is no compiler the program stays as it is, without an arena: nothing could serve one there.
     """
+    if library() is None:
+        return program
     blocks, made = _blocks(graph, costs, program)
     simulation = simulate(graph, costs, _placed(program, blocks, made))
     goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
@@ -308,8 +312,15 @@ def _below(
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    return native.library(SOURCE, SIGNATURES, what="the layout of the arena")
+def library() -> ctypes.CDLL | None:
+    """The compiled inner loops, or None: then there is no arena."""
+    return compiled(SOURCE, SIGNATURES)
+
+
+def _loaded() -> ctypes.CDLL:
+    inner = library()
+    assert inner is not None, "there is nothing to lay out an arena with"
+    return inner
 
 
 def first_fit(buffers: Buffers, order: Ints, offsets: Ints | None = None) -> Ints:
@@ -318,7 +329,7 @@ def first_fit(buffers: Buffers, order: Ints, offsets: Ints | None = None) -> Int
     if not len(order):
         return placed
     boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
-    _library().lowtide_first_fit(len(placed), *boxes, ints(order), len(order), ints(placed))
+    _loaded().lowtide_first_fit(len(placed), *boxes, ints(order), len(order), ints(placed))
     return placed
 
 
@@ -333,7 +344,7 @@ def skyline(buffers: Buffers, height: int, weight: Floats, blamed: Ints, *, step
     offsets = np.full(len(buffers.nbytes), -1, np.int64)
     boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
     moments = int(buffers.last.max(initial=0))
-    state = _library().lowtide_skyline(
+    state = _loaded().lowtide_skyline(
         len(offsets), *boxes, moments, height, steps, weight.ctypes.data_as(REALS), ints(blamed), ints(offsets)
     )
     return state, offsets

@@ -21,7 +21,7 @@ from lowtide.plan.infeasible import explain, floor
 from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
-from lowtide.plan.problem import Ints, Problem, problem
+from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
 from lowtide.program import Plan, Program, Run
 from lowtide.simulate import simulate
@@ -115,7 +115,10 @@ class Planning:
         if len(self.order) <= SMALL and (found := least_peak(self.arrays, limit=STATES)).sequence is not None:
             return found.sequence
         own = floor(self.arrays)[0] - self.arrays.stays
-        return lowest(self.arrays, [self.order, self.one_shot, *self._holding(own)])
+        starts = [self.order, self.one_shot, *self._holding(own)]
+        if library() is None:  # shaving is too slow to go far from where it starts
+            starts += self._chains(None)
+        return lowest(self.arrays, starts)
 
     def _last_resort(self, budget: int) -> Program:
         """The program with the least peak, if that is within the budget; else an error says what is."""
@@ -201,7 +204,7 @@ class Planning:
             sequences = (holding(self.arrays, self.order, place, keep) for keep in near)
             yield from (sequence for sequence in sequences if self.arrays.allows(sequence))
 
-    def _chains(self, budget: int) -> Iterator[Ints]:
+    def _chains(self, budget: int | None) -> Iterator[Ints]:
         """What the dynamic program for chains finds, which is good where budgets are tight and nets are deep."""
         found = (self._classic(name, budget) for name in CHAINS)
         yield from (sequence for sequence in found if sequence is not None)

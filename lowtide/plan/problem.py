@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import numpy.typing as npt
 from lowtide import native
 from lowtide.costs import Costs
 from lowtide.graph import Graph
+from lowtide.plan import plain
+from lowtide.plan.compiled import compiled
 from lowtide.plan.narrow import narrow_keeps
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
 
 SOURCE = Path(__file__).with_name("search.cpp")
 INT, REAL = ctypes.c_int64, ctypes.c_double
@@ -46,6 +50,12 @@ SIGNATURES: native.Signatures = {
     "lowtide_tidy": ([PROBLEM, INTS, INT, INT, INT], INT),
     "lowtide_search": ([PROBLEM, INTS, INTS, INTS, INT, INT, INT, INT, INT, REAL, REAL], None),
 }
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled inner loops, or None: then those of `plain` do."""
+    return compiled(SOURCE, SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -79,9 +89,14 @@ class Problem:
     once: Bytes  # values that only a first run makes
 
     @cached_property
-    def library(self) -> ctypes.CDLL:
-        """The compiled inner loops."""
-        return native.library(SOURCE, SIGNATURES, what="the planner")
+    def read_rows(self) -> list[list[int]]:
+        """For each op the values that it reads."""
+        return _rows(self.read_start, self.reads)
+
+    @cached_property
+    def make_rows(self) -> list[list[int]]:
+        """For each op the values that it makes."""
+        return _rows(self.make_start, self.makes)
 
     @cached_property
     def struct(self) -> _Problem:
@@ -105,8 +120,11 @@ class Problem:
 
     def profile(self, sequence: Ints) -> Ints:
         """The bytes in use during each run, without those that stay."""
+        inner = library()
+        if inner is None:
+            return plain.profile(self, sequence)
         bytes_ = np.zeros(len(sequence), np.int64)
-        self.library.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_))
+        inner.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_))
         return bytes_
 
     def allows(self, sequence: Ints) -> bool:
@@ -196,3 +214,8 @@ def _ragged(rows: Any) -> tuple[Ints, Ints]:
     start = np.zeros(len(rows) + 1, np.int64)
     start[1:] = np.cumsum([len(row) for row in rows])
     return start, np.array([item for row in rows for item in row], np.int64).reshape(-1)
+
+
+def _rows(start: Ints, flat: Ints) -> list[list[int]]:
+    items, ends = flat.tolist(), start.tolist()
+    return [items[first:end] for first, end in pairwise(ends)]

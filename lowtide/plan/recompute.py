@@ -1,7 +1,8 @@
 """Recompute: shave the peak, delete what the budget has room for, then ruin a part and recreate it, time permitting.
 
 The shaving follows the greedy eviction of Kirisame et al. 2021 (DTR), offline and with the area above the budget in
-place of staleness; ruin and recreate is Schrimpf et al. 2000. Nothing here proves anything; `bound` does.
+place of staleness; ruin and recreate is Schrimpf et al. 2000. Nothing here proves anything; `bound` does. Where there
+is no compiler, nothing is ruined: the starts, shaved and tidied by `plain`, are all there is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from itertools import product
 
 import numpy as np
 
-from lowtide.plan.problem import REALS, Floats, Ints, Problem, ints
+from lowtide.plan import plain
+from lowtide.plan.problem import REALS, Floats, Ints, Problem, ints, library
 
 GROWTH = 8  # a sequence may become this many times as long as the graph
 PATIENCE = 4.0  # and take this many times its seconds, before a start is given up
@@ -45,12 +47,28 @@ def shave(
     work: Ints | None = None,
 ) -> tuple[Ints, int]:
     """Repeat runs until the peak is within the budget, or nothing helps, or the work is done; and the peak."""
+    weight = np.ones(len(problem.nbytes)) if weight is None else weight
+    work = np.array([PATIENT]) if work is None else work
+    most_seconds = PATIENCE * float(problem.seconds.sum())
+    inner = library()
+    if inner is None:
+        shaved = plain.shave(
+            problem,
+            sequence,
+            budget - problem.stays,
+            batch=batch,
+            penalty=penalty,
+            weight=weight,
+            smallest=smallest,
+            most_seconds=most_seconds,
+            work=work,
+        )
+        return shaved, problem.peak(shaved)
     room = max(len(sequence) * GROWTH, 4000)
     longer = np.zeros(room, np.int64)
     longer[: len(sequence)] = sequence
-    weight = np.ones(len(problem.nbytes)) if weight is None else weight
     reached = np.zeros(1, np.int64)
-    length = problem.library.lowtide_shave(
+    length = inner.lowtide_shave(
         problem.struct,
         ints(longer),
         len(sequence),
@@ -60,9 +78,9 @@ def shave(
         penalty,
         weight.ctypes.data_as(REALS),
         ROUNDS,
-        PATIENCE * float(problem.seconds.sum()),
+        most_seconds,
         smallest,
-        ints(np.array([PATIENT]) if work is None else work),
+        ints(work),
         ints(reached),
     )
     if length < 0:
@@ -70,11 +88,18 @@ def shave(
     return longer[:length].copy(), problem.stays + int(reached[0])
 
 
-def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4) -> Ints:
-    """Drop repeated runs, the slowest for their bytes first, while the peak stays within the budget."""
-    work = sequence.copy()
-    length = problem.library.lowtide_tidy(problem.struct, ints(work), len(work), budget - problem.stays, passes)
-    return work[:length].copy()
+def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work: Ints | None = None) -> Ints:
+    """Drop repeated runs, the slowest for their bytes first, while the peak stays within the budget.
+
+    It is a matter of milliseconds, and counts as work only where there is no compiler.
+    """
+    inner = library()
+    if inner is None:
+        work = np.zeros(1, np.int64) if work is None else work
+        return plain.tidy(problem, sequence, budget - problem.stays, passes=passes, work=work)
+    left = sequence.copy()
+    length = inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.stays, passes)
+    return left[:length].copy()
 
 
 def recompute(
@@ -94,21 +119,24 @@ def recompute(
     """
     smallest = int(problem.nbytes.max(initial=0) * 1e-4)
     field: list[_Runner] = []
+    fitting = {family for family, start in enumerate(starts) if problem.peak(start) <= budget}  # without shaving
     left = limit * RATE * STARTS
     hopeless = -max(3 * left, 4.0 * PATIENT)
     for (batch, penalty), (family, start) in product(MANNERS, enumerate(starts)):
-        if left < (0 if field else hopeless) or (field and time.monotonic() > until):
+        if left < (0 if field else hopeless) or (field and library() is not None and time.monotonic() > until):
             break
+        if family in fitting and (batch, penalty) != MANNERS[0]:
+            continue
         work = np.array([PATIENT])
         tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest, work=work)
-        left -= PATIENT - int(work[0])
         if peak <= budget:
-            tried = tidy(problem, tried, budget)
+            tried = tidy(problem, tried, budget, work=work)
             field.append(_Runner(problem.time(tried), family, tried))
+        left -= PATIENT - int(work[0])
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)
-    for number, (among, share) in enumerate(HEATS):
+    for number, (among, share) in enumerate(HEATS if library() is not None else ()):
         if min(runner.seconds for runner in field) > enough:
             field = race.run(_ahead(field, among), share, number)
     return min(field, key=lambda runner: runner.seconds).sequence
@@ -151,9 +179,9 @@ def lowest(problem: Problem, starts: list[Ints]) -> Ints:
             weight = np.exp(chance.standard_normal(len(problem.nbytes)))
         work = np.array([PATIENT // 5])
         tried, reached = shave(problem, start, target, batch=batch, penalty=float(penalty), weight=weight, work=work)
-        left -= max(PATIENT // 5 - int(work[0]), len(start))
         if reached < problem.peak(pool[-1]) or len(pool) < POOL:
-            pool = sorted([*pool, tidy(problem, tried, reached)], key=problem.peak)[:POOL]
+            pool = sorted([*pool, tidy(problem, tried, reached, work=work)], key=problem.peak)[:POOL]
+        left -= max(PATIENT // 5 - int(work[0]), len(start))
     return pool[0]
 
 
@@ -182,14 +210,15 @@ class _Race:
 
     def _search(self, start: Ints, work: int, lane: int) -> Ints:
         """Search with a cooling heat, in slices; all of the work, unless the clock stops it."""
-        problem, room = self.problem, max(len(start) * GROWTH, 4000)
+        problem, inner, room = self.problem, library(), max(len(start) * GROWTH, 4000)
+        assert inner is not None
         now, best = np.zeros(room, np.int64), np.zeros(room, np.int64)
         now[: len(start)] = best[: len(start)] = start
         lengths = np.array([len(start), len(start)], np.int64)
         for part in range(SLICES):
             if time.monotonic() > self.until:
                 break
-            problem.library.lowtide_search(
+            inner.lowtide_search(
                 problem.struct,
                 ints(now),
                 ints(best),
