@@ -37,6 +37,8 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench capture
 	$(BIN)/lowtide bench plan
 	$(BIN)/lowtide bench fit
+	$(BIN)/lowtide bench limited
+	$(BIN)/lowtide bench steady
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py

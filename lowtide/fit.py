@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,7 +39,6 @@ class _Fit:
     plan: Plan
     costs: Costs
     eager_peak: int  # bytes, predicted
-    lower: int = 0  # bytes below the budget that its plan had to aim at
     tightened: int = 0  # times
     settled: bool = False  # it stays as it is, also above the budget
 
@@ -169,7 +168,10 @@ class Fitted:
         return self._bytes
 
     def _hold(self, fit: _Fit) -> None:
-        """After a step: where it held more than the budget, or would in the arena, plan anew with that much less."""
+        """After a step: where it held more than the budget, or would in the arena, plan anew.
+
+        Where ops have larger temporaries than was known, that is what the new plan counts with; else it aims lower.
+        """
         budget, most = self._bytes, fit.runner.most
         if budget is None or most is None or most <= budget or fit.settled:
             return
@@ -180,17 +182,31 @@ class Fitted:
                 f"{what}; {TIGHTER} tighter plans did not help, and it stays so.", LowtideWarning, stacklevel=3
             )
             return
-        captured, lower = fit.runner.captured, fit.lower + most - budget
+        captured = fit.runner.captured
+        costs = _corrected(fit.costs, fit.runner.temporaries)
+        aim = budget if costs != fit.costs else fit.plan.peak - (most - budget)
         try:
-            found = plan(captured.graph, fit.costs, budget - lower, time_limit=self._time_limit)
+            found = plan(captured.graph, costs, aim, time_limit=self._time_limit)
         except BudgetError as error:
             fit.settled = True
             why = error.message.splitlines()[0]
             warnings.warn(f"{what}, and no tighter plan fits: {why}", LowtideWarning, stacklevel=3)
             return
-        fit.plan, fit.lower, fit.tightened = replace(found, budget=budget), lower, fit.tightened + 1
-        fit.runner = execute(captured, found.program, fit.costs.nbytes)
-        warnings.warn(f"{what}; it is planned anew with that much less.", LowtideWarning, stacklevel=3)
+        runner = execute(captured, found.program, costs.nbytes)
+        runner.mismatches = fit.runner.mismatches
+        fit.runner, fit.costs, fit.plan = runner, costs, replace(found, budget=budget)
+        fit.tightened += 1
+        warnings.warn(f"{what}; it is planned anew.", LowtideWarning, stacklevel=3)
+
+
+def _corrected(costs: Costs, temporaries: Mapping[int, tuple[int, int]]) -> Costs:
+    """The costs with the temporaries that showed in a step, where they are larger."""
+    extra, inside = list(costs.extra), list(costs.inside or costs.extra)
+    for op, (piece, heap) in temporaries.items():
+        extra[op], inside[op] = max(extra[op], piece), max(inside[op], heap)
+    if tuple(extra) == costs.extra:
+        return costs
+    return replace(costs, extra=tuple(extra), inside=tuple(inside))
 
 
 def fit(

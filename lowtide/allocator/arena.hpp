@@ -76,11 +76,14 @@ class Arena {
       return nullptr;
     }
     blocks_.emplace_hint(next, offset, offset + size);
+    used_ += size;
     return base + offset;
   }
 
   void drop(const void* pointer) {
-    blocks_.erase(static_cast<const char*>(pointer) - base);
+    const auto found = blocks_.find(static_cast<const char*>(pointer) - base);
+    used_ -= found->second - found->first;
+    blocks_.erase(found);
     unmap_if_done();
   }
 
@@ -92,6 +95,10 @@ class Arena {
 
   int64_t blocks() const {
     return static_cast<int64_t>(blocks_.size());
+  }
+
+  int64_t used() const {
+    return used_;
   }
 
  private:
@@ -109,6 +116,7 @@ class Arena {
   }
 
   std::map<int64_t, int64_t> blocks_;  // that are there: offset -> end
+  int64_t used_ = 0;                   // bytes of these
   bool owned_ = true;
 };
 
@@ -136,7 +144,11 @@ class Step {
   Step* outer;  // of the same thread
 
   Step(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor, Step* outer)
-      : number(number), outer(outer), arena_(arena), tape_(tape), cursor_(cursor) {}
+      : number(number), outer(outer), arena_(arena), tape_(tape), cursor_(cursor) {
+    if (arena != nullptr) {
+      outside_ = -arena->used();  // who holds tensors of an earlier step holds them beside this one
+    }
+  }
 
   bool learns() const {
     return tape_ == nullptr;
@@ -207,7 +219,7 @@ class Step {
   int64_t next_ = 0;  // entry of the tape
   bool lost_ = false;
 
-  int64_t outside_ = 0;  // bytes, of what this thread made and freed since the start
+  int64_t outside_ = 0;  // bytes, of what this thread made and freed since the start, less those of tensors from before
   int64_t most_outside_ = 0;
   int64_t placed_ = 0;
   int64_t mismatches_ = 0;

@@ -62,11 +62,16 @@ class Books:
 
     def update(self, tensor: torch.Tensor, op: int) -> tuple[int, int] | None:
         """A new value for the storage that an op writes to: (new, old); None if this op made one already."""
-        storage = self.handle(tensor).storage
+        handle = self.handle(tensor)
+        storage = handle.storage
         if storage.updated_by == op:
             return None
         old, new = storage.value, len(self.values)
-        self.values.append(self.values[old])
+        value = self.values[old]
+        if handle.view is None:  # the call may have turned the tensor itself, as transpose_ does
+            value = dataclasses.replace(value, shape=tuple(tensor.shape), stride=tuple(tensor.stride()))
+            storage.meta = (value.shape, value.stride, tensor.dtype)
+        self.values.append(value)
         storage.value, storage.updated_by = new, op
         self._ends[old] = op
         return new, old

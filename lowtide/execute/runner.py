@@ -20,7 +20,7 @@ from lowtide.execute.binding import Binding
 from lowtide.execute.failure import failed, let_go
 from lowtide.execute.places import Places
 from lowtide.execute.source import generate
-from lowtide.execute.tape import places
+from lowtide.execute.tape import places, temporaries
 from lowtide.program import Program
 
 LESSONS = 3  # steps at most that learn: the first one may allocate for good, as a warm-up does
@@ -40,15 +40,19 @@ class Runner:
         self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
         self.mismatches = 0  # allocations of all steps that did not follow the plan
         self.strays = 0  # allocations of a step that are not in the arena as planned
+        self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
         self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
         self._binding = Binding(captured)
         self._function, self.source = generate(captured.graph, program)
         self._cursor = array("q", [0])
+        self._state: bytes | None = None  # of the generator before the step
         self._tape: Tape | None = None
         self._lessons = LESSONS
         if self.arena_bytes:
             POOL.expect(self, self.arena_bytes)
+        elif program.arena and captured.graph.device == "cpu" and (error := _missing()) is not None:
+            _without_arena(error.message, error.hint)
 
     @property
     def arena_bytes(self) -> int:
@@ -61,22 +65,23 @@ class Runner:
         self.captured.prepare()
         inputs = self._binding.inputs(leaves)
         generator = torch.default_generator
-        state = generator.get_state().numpy().tobytes() if self.captured.graph.random else None
-        self._cursor[0] = -1
+        self._state = None
+        self._cursor[0] = before = len(self.program.instructions)
         try:
             outputs, step = self._step(inputs, generator)
             result = self._binding.leave(outputs)
         except BaseException as error:
             inputs.clear()
             let_go(error)
-            failed(self.captured.graph, self.program, self._cursor[0], error, state)
+            reached = self._cursor[0] if self._cursor[0] < before else -1
+            failed(self.captured.graph, self.program, reached, error, self._state)
             raise
         if step is not None:
             self._learn(step)
         return result
 
     def _arranged(self) -> bool:
-        return self.captured.graph.device == "cpu" and _allocator_here()
+        return self.captured.graph.device == "cpu" and _missing() is None
 
     def _step(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step | None]:
         """Run the program, in the arena if there can be one."""
@@ -101,6 +106,8 @@ class Runner:
                 context.end()
 
     def _run(self, inputs: list[Any], generator: torch.Generator) -> list[Any]:
+        if self.captured.graph.random:
+            self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = Places(self.captured.graph.device)
         try:
             self._binding.take_gradients()
@@ -113,12 +120,16 @@ class Runner:
         """After a step: note its peak, or make the tape of what it allocated."""
         if self._tape is not None:
             self.mismatches += step.mismatches
-            self._note(self._before + self.program.arena + step.outside)
+            peak = self._before + self.program.arena + step.outside
             if step.mismatches and self._lessons:
-                self._tape = None  # the next step learns again
+                self._tape = None  # the next step learns again, and shows whether the plan is to blame
+                self.peak = max(self.peak or 0, peak)
+            else:
+                self._note(peak)
             return
         self._lessons -= 1
         found = places(self.captured.graph, self.program, self._nbytes, step.events)
+        self.temporaries = temporaries(self.captured.graph, self.program, self._nbytes, step.events)
         self.strays = found.strays
         self._tape = Tape(found.start, found.nbytes, found.offset)
         if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
@@ -127,7 +138,7 @@ class Runner:
 
     def _note(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)
-        self.most = max(self.most or 0, self.peak)
+        self.most = max(self.most or 0, peak)
 
 
 def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> Runner:
@@ -139,14 +150,13 @@ def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None =
 
 
 @cache
-def _allocator_here() -> bool:
-    """Whether steps can run in an arena here."""
+def _missing() -> AllocatorUnavailable | None:
+    """Why steps can't run in an arena here, if they can't."""
     try:
         allocator.build.load()
     except AllocatorUnavailable as error:
-        _without_arena(error.message, error.hint)
-        return False
-    return True
+        return error
+    return None
 
 
 @cache

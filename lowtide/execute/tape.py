@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowtide.allocator.arena import Event
-from lowtide.allocator.scratch import NEVER, Block, aligned, arrange, blocks_of, most
+from lowtide.allocator.scratch import NEVER, Block, aligned, arrange, blocks_of, height, most
 from lowtide.graph import Graph
 from lowtide.program import Copy, Free, Program, Run
 
@@ -44,7 +44,7 @@ class _Planned:
 
 def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]) -> Places:
     """The places of what the events say was allocated; `nbytes` is for each value what the plan counted with."""
-    made: list[list[Block]] = [[] for _ in program.instructions]
+    made: list[list[Block]] = [[] for _ in (*program.instructions, "what the runner allocates before the first")]
     for block in blocks_of(events):
         made[block.instruction].append(block)
     planned, spare = _plan(graph, program, nbytes)
@@ -66,6 +66,30 @@ def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterab
         found.start.append(len(found.nbytes))
         outside += [block for block in blocks if block.made not in at]
     return replace(found, outside=most(outside), strays=len(strays))
+
+
+def temporaries(
+    graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]
+) -> dict[int, tuple[int, int]]:
+    """For each op what its temporaries really were, in bytes: one piece beside its results, and the heap at its peak.
+
+    Only runs count that keep all their results: of the others it can't be told which blocks are temporaries.
+    """
+    made: dict[int, list[Block]] = defaultdict(list)
+    for block in blocks_of(events):
+        made[block.instruction].append(block)
+    found: dict[int, tuple[int, int]] = {}
+    for number, run in enumerate(program.instructions):
+        if not isinstance(run, Run):
+            continue
+        results = [block for block in made[number] if block.gone > number]
+        passing = [block for block in made[number] if block.gone == number]
+        fresh = {value for value in graph.makes_of(run.op, again=run.again) if nbytes[value]} - dict(run.over).keys()
+        if len(results) == len(fresh):
+            piece, heap = found.get(run.op, (0, 0))
+            inside = most(made[number]) - sum(block.nbytes for block in results)
+            found[run.op] = max(piece, height(arrange(passing, results))), max(heap, inside)
+    return found
 
 
 def _plan(

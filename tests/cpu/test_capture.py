@@ -58,7 +58,7 @@ def test_zero_grad_first_keeps_the_gradients_afterwards() -> None:
         return loss
 
     train = assert_exact(recipe(step))
-    assert len(train._runners) == 1, "clearing first, the gradients of the step before do not matter"
+    assert len(train._fits) == 1, "clearing first, the gradients of the step before do not matter"
 
 
 def test_zero_grad_to_zeros_at_the_end() -> None:
@@ -287,7 +287,7 @@ def test_schedulers_need_no_new_capture(kind: Any, schedule: Callable[[Any], Any
     train = assert_exact(
         recipe(plain, optimizer=optimizer), between=lambda _, optimizer: schedulers[id(optimizer)].step()
     )
-    assert len(train._runners) == 1
+    assert len(train._fits) == 1
 
 
 def test_state_loaded_between_steps() -> None:
@@ -313,7 +313,7 @@ def test_an_option_that_is_a_constant_is_captured_again() -> None:
         optimizer.param_groups[0]["eps"] *= 2
 
     train = assert_exact(recipe(plain, optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), between=change, steps=3)
-    assert len(train._runners) == 3
+    assert len(train._fits) == 3
 
 
 # Batches and results
@@ -612,7 +612,7 @@ def test_buffers_that_are_replaced() -> None:
             return self.inner(x - self.running.detach())
 
     train = assert_exact(recipe(plain, Running))
-    assert len(train._runners) == 1
+    assert len(train._fits) == 1
 
 
 # What stays as it was
@@ -668,7 +668,7 @@ def test_a_batch_of_another_shape_and_a_change_of_mode() -> None:
     build = recipe(plain, convolutional, example=IMAGES)
     x, y = build()[3]
     train = assert_exact(build, batches=[(x, y), (x[:2], y[:2]), (x, y), (x[:2], y[:2])])
-    assert len(train._runners) == 2
+    assert len(train._fits) == 2
     step, model, optimizer, example = build()
     captured = lowtide.capture(step, model, optimizer, example)
     run = lowtide.execute(captured, lowtide.keep_everything(captured.graph))

@@ -15,6 +15,7 @@ from torch import nn
 import lowtide
 from lowtide import models
 from lowtide.graph import Graph
+from lowtide.measure import bench_call
 
 measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
 
@@ -91,6 +92,30 @@ def test_local_peaks_and_real_bytes() -> None:
         assert graph.values[value].nbytes == 0, "torch declares no bytes for the workspace"
         assert costs.nbytes[value] > 1000
     assert any(costs.extra)
+
+
+def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
+    def call() -> torch.Tensor:
+        first, second = torch.empty(1000, dtype=torch.uint8), torch.empty(500, dtype=torch.uint8)
+        del first
+        result = torch.empty(1024, dtype=torch.uint8)  # where the first one was
+        return result.fill_(second.numel() % 7)
+
+    room, returned = bench_call._room(call)
+    assert (room.extra, room.inside, returned.nbytes) == (500, 1524 - 1024, 1024)
+    assert room.nbytes == [1000, 500, 1024]
+    assert room.offset == [512, 0, 512]
+    assert room.arena >= 512 + 1024
+
+    def fragments() -> None:
+        large = torch.empty(640, dtype=torch.uint8)
+        small = torch.empty(64, dtype=torch.uint8)
+        del large
+        larger = torch.empty(700, dtype=torch.uint8)
+        del small, larger
+
+    room, _ = bench_call._room(fragments)
+    assert (room.extra, room.inside) == (704 + 64, 764), "here and there in the heap, but in one piece of the arena"
 
 
 def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from probes import probed
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lowtide
 from lowtide import allocator, files, native
 from lowtide.allocator import build
 from lowtide.errors import LowtideError, UsageError
+from lowtide.execute import runner
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60  # seconds; nothing here needs more than a few
@@ -550,6 +553,35 @@ def test_a_foreign_allocator_above(foreign: ctypes.CDLL) -> None:
         with allocator.meter() as meter:
             block(10)
         assert meter.peak == 10
+    finally:
+        foreign.put_default(255)
+
+
+def test_a_step_under_a_foreign_allocator_runs_without_an_arena(foreign: ctypes.CDLL) -> None:
+    step, model, optimizer, example = probed()
+    train = lowtide.fit(*probed()[:3], example=example, budget="60%", time_limit=0.2, costs="roofline")
+
+    def both() -> None:
+        state = torch.get_rng_state()
+        expected = step(model, optimizer, *example)
+        torch.set_rng_state(state)
+        assert torch.equal(expected, train(*example))
+
+    runner._without_arena.cache_clear()
+    try:
+        with allocator.meter():
+            foreign.push(255)
+        with pytest.warns(lowtide.LowtideWarning, match=r"without an arena.*another library"):
+            both()
+        both()  # and not again: a warning is an error here
+        assert train.peak is None
+        foreign.pop(255)
+        for _ in range(3):
+            both()
+        assert train.peak is not None
+        assert train.mismatches == 0
+        with allocator.meter():
+            pass
     finally:
         foreign.put_default(255)
 

@@ -1,0 +1,154 @@
+"""Who takes part in a race: eager PyTorch, lowtide within a budget, and what torch has to need less memory or time."""
+
+# mypy: allow-untyped-calls
+# (torch leaves checkpoint and compile without annotations)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from lowtide.errors import LowtideError, UsageError
+
+Way = Literal["survey", "eager", "lowtide", "malloc", "checkpoint", "aot_eager", "inductor"]
+PEERS: tuple[Way, ...] = ("malloc", "checkpoint", "aot_eager", "inductor")
+COMPILERS: tuple[Way, ...] = ("aot_eager", "inductor")
+FRACTIONS = (0.5, 0.2)  # activation_memory_budget of each compiler
+KEPT = str(2**40)  # bytes: more than a process ever frees at once
+MALLOC = {  # glibc then serves everything from one heap and gives nothing back, in pages of 2 MiB where it can
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": KEPT,
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One that takes part, in a process of its own."""
+
+    name: str
+    way: Way
+    budget: int | None = None  # bytes, of lowtide
+    percent: float | None = None  # of the step's own part, that the budget stands for
+    fraction: float | None = None  # of the activations, that a compiler may keep
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its process finds in its environment."""
+        return MALLOC if self.way == "malloc" else {}
+
+
+EAGER = Contestant("eager", "eager")
+
+
+def peers(ways: Sequence[str]) -> list[Contestant]:
+    """The contestants that lowtide is held against."""
+    wrong = [way for way in ways if way not in PEERS]
+    if wrong:
+        raise UsageError(f"there is no peer {wrong[0]!r}.", hint=f"choose from {', '.join(PEERS)}, all and none.")
+    found = []
+    for way in PEERS:
+        if way in ways and way in COMPILERS:
+            found += [Contestant(f"{way} {fraction:g}", way, fraction=fraction) for fraction in FRACTIONS]
+        elif way in ways:
+            found.append(Contestant(way, way))
+    return found
+
+
+def compiled(model: nn.Module, backend: str, fraction: float) -> Any:
+    """The model under torch.compile, which may keep this fraction of the activations."""
+    import torch._functorch.config as settings
+
+    settings.activation_memory_budget = fraction
+    return torch.compile(model, backend=backend)
+
+
+def checkpoint_blocks(name: str, model: nn.Module) -> None:
+    """Put torch.utils.checkpoint around each block, as a person does by hand; `name` is that of a built-in model."""
+    if name in BY_HAND:
+        BY_HAND[name](model)
+        return
+    found = list(blocks(model))
+    if not found:
+        raise LowtideError("the model has no list of blocks to put checkpoints around.")
+    for block in found:
+        _checkpoint(block)
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in lists of modules that have parts themselves."""
+    for child in module.children():
+        if isinstance(module, nn.Sequential | nn.ModuleList) and any(True for _ in child.children()):
+            yield child
+        else:
+            yield from blocks(child)
+
+
+def _checkpoint(block: nn.Module, *, random: bool = True) -> None:
+    """Let a module keep its inputs only, and the state of the generator if it is random, and run again later."""
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=random)
+
+
+def _layers(model: nn.Module) -> None:
+    """A chain of layers in as many segments as a segment has layers."""
+    assert isinstance(model, nn.Sequential)
+    segments = math.isqrt(len(model))
+    model.forward = lambda inputs: checkpoint_sequential(  # type: ignore[method-assign]
+        model, segments, inputs, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def _chain(model: Any) -> None:
+    """The chain of tanh in as many segments as a segment has nodes."""
+    length = math.isqrt(model.length)
+
+    def segment(node: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            node = torch.tanh(node)
+        return node
+
+    def forward(inputs: Tensor) -> Tensor:
+        node: Tensor = inputs + model.offset
+        for start in range(0, model.length, length):
+            count = min(length, model.length - start)
+            node = checkpoint(segment, node, count, use_reentrant=False, preserve_rng_state=False)
+        return node
+
+    model.forward = forward
+
+
+def _dense_layers(model: nn.Module) -> None:
+    """Each layer with the concatenation that it reads, which is what takes the memory."""
+
+    def layer_of_all(layer: nn.Module, *features: Tensor) -> Any:
+        return layer(torch.cat(features, dim=1))
+
+    def forward(block: Any, images: Tensor) -> Tensor:
+        features = [images]
+        for layer in block.layers:
+            features.append(checkpoint(layer_of_all, layer, *features, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(features, dim=1)
+
+    for block in blocks(model):
+        block.forward = partial(forward, block)
+
+
+def _cell(model: Any) -> None:
+    """The cell at each moment."""
+    _checkpoint(model.cell, random=False)
+
+
+BY_HAND: dict[str, Callable[[Any], None]] = {
+    "mlp": _layers,
+    "tanh-chain": _chain,
+    "densenet121": _dense_layers,
+    "lstm-cell": _cell,
+}
