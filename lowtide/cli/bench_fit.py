@@ -76,7 +76,9 @@ def fit(
             verdicts += [
                 {**asdict(one), "faster": one.faster, "smaller": one.smaller, "ok": one.ok} for one in found.verdicts
             ]
-            console.print(f"{target}: raced in {show_seconds(monotonic() - begun)}", markup=False, soft_wrap=True)
+            seconds = show_seconds(monotonic() - begun)
+            reached = ", ".join(f"{cell.contestant} {_glance(asdict(cell))}" for cell in found.cells)
+            console.print(f"{target}: raced in {seconds}: {reached}", markup=False, soft_wrap=True)
     parts = [_cells(cells, percents, chosen), _surveys(surveys)]
     finish([*parts, _verdicts(verdicts)] if chosen else parts, as_json, markdown)
 

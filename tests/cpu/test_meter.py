@@ -650,6 +650,13 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_torch_without_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "TORCH", tmp_path)
+    with pytest.raises(allocator.AllocatorUnavailable, match=r"has no C\+\+ headers here") as caught:
+        build._library()
+    assert "install torch from its wheels" in str(caught.value)
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     cache, temporary = tmp_path / "cache", tmp_path / "temporary"
     cache.write_text("a file where the folder should be, which stops root as well")
