@@ -23,8 +23,8 @@ demo: .venv/ready  ## Train a model on real text, in eager and then with a quart
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --eager
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --budget 25%
 
-test: .venv/ready lint  ## Run the linter, the type checker and all tests
-	$(BIN)/pytest
+test: .venv/ready lint  ## Run the linter, the type checker and all tests, one on each core
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check
