@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def test_a_process_that_ends_badly_says_why(tmp_path: Path, body: str, reason: s
 
 def test_an_interrupt_leaves_no_process_behind() -> None:
     command = [sys.executable, "-m", "lowtide.cli", "bench", "fit", SMALL["densenet121"], "--peers", "none"]
-    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # who runs in the background is deaf to it
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     children: list[int] = []
     file = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
     while not children and bench.poll() is None:
