@@ -19,8 +19,10 @@ constexpr int64_t kHuge = 2 << 20;     // bytes of a huge page
 constexpr int64_t kPage = 1 << 12;
 constexpr int64_t kArenas = 64;
 
-void* map(int64_t nbytes) {
-  void* mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+constexpr int kUsed = PROT_READ | PROT_WRITE;
+
+void* map(int64_t nbytes, int protection = kUsed) {
+  void* mapped = mmap(nullptr, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return mapped == MAP_FAILED ? nullptr : mapped;
 }
 
@@ -34,7 +36,7 @@ class Arena {
   static Arena* make(int64_t nbytes) {
     const int64_t pages = (nbytes + kPage - 1) / kPage * kPage;
     const int64_t slack = pages >= kHuge ? kHuge : 0;
-    auto* mapped = static_cast<char*>(map(pages + slack));
+    auto* mapped = static_cast<char*>(map(pages + slack, PROT_NONE));  // counts for no limit yet
     if (mapped == nullptr) {
       return nullptr;
     }
@@ -47,6 +49,12 @@ class Arena {
       if (base != mapped + slack) {
         munmap(base + pages, mapped + slack - base);
       }
+    }
+    if (mprotect(base, pages, kUsed) != 0) {
+      munmap(base, pages);
+      return nullptr;
+    }
+    if (slack > 0) {
       madvise(base, pages, MADV_HUGEPAGE);
     }
     auto* arena = new Arena(nbytes, base);

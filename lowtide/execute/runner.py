@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from lowtide import allocator
 from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import POOL, Step, Tape, stepping
+from lowtide.allocator.arena import POOL, ArenaError, Step, Tape, stepping
 from lowtide.captured import Captured
 from lowtide.errors import LowtideWarning
 from lowtide.execute.binding import Binding
@@ -94,10 +94,16 @@ class Runner:
 
     def _arrange(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step]:
         """Run the program, and let what this thread allocates go where it is planned."""
-        if self._tape is None:
-            POOL.empty()  # a step that learns needs the memory
-        lends = self._tape is not None and self.program.arena
-        with POOL.borrow(self.program.arena) if lends else nullcontext() as arena:
+        with ExitStack() as stack:
+            arena = None
+            if self._tape is not None and self.program.arena:
+                try:
+                    arena = stack.enter_context(POOL.borrow(self.program.arena))
+                except ArenaError as error:  # what is alive at a time, which is less, may still fit
+                    _without_arena(error.message, error.hint)
+                    self._tape = None
+            if self._tape is None:
+                POOL.empty()  # a step that learns needs the memory
             context = stepping(self._cursor, self._tape, arena)
             try:
                 with context as step:
@@ -127,7 +133,7 @@ class Runner:
             else:
                 self._note(peak)
             return
-        self._lessons -= 1
+        self._lessons = max(0, self._lessons - 1)
         found = places(self.captured.graph, self.program, self._nbytes, step.events)
         self.temporaries = temporaries(self.captured.graph, self.program, self._nbytes, step.events)
         self.strays = found.strays

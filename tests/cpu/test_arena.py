@@ -580,9 +580,9 @@ def test_no_memory_for_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.both()
     with monkeypatch.context() as patch:
         patch.setattr(allocator.arena.POOL, "borrow", lambda nbytes: Arena(1 << 60))
-        with pytest.raises(ArenaError, match="the system has no"):
-            twins.train(*twins.example)
-    twins.compare()
+        with pytest.warns(lowtide.LowtideWarning, match="the system has no"):
+            twins.both()
+    twins.both()
     assert_usable(twins)
 
 
