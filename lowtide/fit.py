@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -60,6 +60,8 @@ class Fitted:
     ) -> None:
         if budget is not None and plan is not None:
             raise UsageError("a plan has its own budget.", hint="give a budget or a plan, not both.")
+        if costs not in get_args(CostsFrom):
+            raise UsageError(f"there are no costs {costs!r}.", hint=f"choose one of {', '.join(get_args(CostsFrom))}.")
         if isinstance(budget, str):
             read_budget(budget, stays=1, eager_peak=1)  # a wrong one is refused before anything is captured
         self._step, self._model, self._optimizer = step, model, optimizer

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.allocator.arena import Event
+from lowtide.check import ALIGNMENT
 
-ALIGNMENT = 64  # bytes, of the offsets of blocks of this size or more
-TINY = 16  # bytes, of the others: numbers that an op wraps in a tensor
+TINY = 16  # bytes, of the offsets of blocks below the alignment: numbers that an op wraps in a tensor
 NEVER = 1 << 62  # of an event that did not come
 
 

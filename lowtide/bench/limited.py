@@ -22,6 +22,7 @@ import torch
 
 from lowtide import allocator, tree
 from lowtide.bench import resident
+from lowtide.bench.peaks import storage_bytes
 from lowtide.cli.target import Built, build
 from lowtide.errors import LowtideError
 from lowtide.fit import fit
@@ -181,9 +182,7 @@ def _before(built: Built) -> int:
     torch.mm(left, left).tanh_().sum()  # the threads, and what they need
     del left
     gc.collect()
-    leaves = [leaf for leaf in tree.flatten(built.example)[0] if isinstance(leaf, torch.Tensor)]
-    tensors = [*built.model.parameters(), *built.model.buffers(), *leaves]
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return storage_bytes([*built.model.parameters(), *built.model.buffers(), *tree.flatten(built.example)[0]])
 
 
 def _data() -> int:

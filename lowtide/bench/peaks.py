@@ -6,7 +6,7 @@ buffers, optimizer state, the batch) was allocated before, so its bytes are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,12 +51,17 @@ def step_meter(captured: Captured, costs: Costs) -> Iterator[Peak]:
         yield lambda: before + meter.peak
 
 
+def storage_bytes(things: Iterable[Any]) -> int:
+    """The bytes of the tensors among these things, each storage counted once."""
+    storages = [thing.untyped_storage() for thing in things if isinstance(thing, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def _bytes_before(captured: Captured, costs: Costs) -> int:
     """Bytes of the inputs of the next step, and of gradients that it will throw away."""
     graph = captured.graph
     inputs = sum(costs.nbytes[item.value] for item in graph.inputs if graph.values[item.value].kind != "gradient")
-    gradients = [parameter.grad for parameter in captured.model.parameters()]
-    return inputs + sum(int(gradient.untyped_storage().nbytes()) for gradient in gradients if gradient is not None)
+    return inputs + storage_bytes(parameter.grad for parameter in captured.model.parameters())
 
 
 def _restore_gradients(captured: Captured) -> None:

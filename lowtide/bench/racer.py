@@ -20,6 +20,7 @@ import torch
 
 from lowtide import allocator, tree
 from lowtide.allocator.arena import POOL
+from lowtide.bench.peaks import storage_bytes
 from lowtide.bench.peers import COMPILERS, checkpoint_blocks, compiled
 from lowtide.capture import capture
 from lowtide.cli.target import Built, build
@@ -124,7 +125,7 @@ def meter(contestant: Prepared) -> Answer:
     gc.collect()
     with allocator.meter():
         contestant.run()
-        before = bytes_of([*everything(contestant.built), *tree.flatten(contestant.built.example)[0]])
+        before = storage_bytes([*everything(contestant.built), *tree.flatten(contestant.built.example)[0]])
         arena = POOL.held()
         with allocator.meter() as inner:
             contestant.run()
@@ -159,12 +160,6 @@ def digest(leaves: Iterable[Any]) -> str:
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()
-
-
-def bytes_of(leaves: Iterable[Any]) -> int:
-    """The bytes of the storages of tensors, each counted once."""
-    storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def answer(contestant: Prepared, line: str) -> Answer:

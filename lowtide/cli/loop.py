@@ -16,6 +16,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lowtide import allocator, tree
+from lowtide.bench.peaks import storage_bytes
 from lowtide.cli.checkpoint import Checkpoint
 from lowtide.cli.talk import talk
 from lowtide.cli.target import Built
@@ -62,12 +63,6 @@ def what_stays(built: Built, batch: tuple[Any, ...]) -> list[Any]:
     """Parameters, buffers, optimizer state and the batch, with what else is found beside them."""
     states = [] if built.optimizer is None else [*built.optimizer.state.values()]
     return [*built.model.parameters(), *built.model.buffers(), *tree.flatten((states, batch))[0]]
-
-
-def storage_bytes(things: list[Any]) -> int:
-    """The bytes of the tensors among these things, shared ones counted once."""
-    storages = [thing.untyped_storage() for thing in things if isinstance(thing, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass

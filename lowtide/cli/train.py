@@ -18,8 +18,9 @@ import typer
 from rich.markup import escape
 
 from lowtide import allocator
+from lowtide.bench.peaks import storage_bytes
 from lowtide.cli import checkpoint
-from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, storage_bytes, what_stays
+from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
 from lowtide.cli.plan import BUDGET, TimeLimit, promised, refuse_early
 from lowtide.cli.profile import Json, Target, common
 from lowtide.cli.talk import answering, show, show_json, talk, working

@@ -39,7 +39,6 @@ class Runner:
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
         self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
         self.mismatches = 0  # allocations of all steps that did not follow the plan
-        self.strays = 0  # allocations of a step that are not in the arena as planned
         self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
         self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
@@ -100,7 +99,7 @@ class Runner:
                 try:
                     arena = stack.enter_context(POOL.borrow(self.program.arena))
                 except ArenaError as error:  # what is alive at a time, which is less, may still fit
-                    _without_arena(error.message, error.hint)
+                    _without_arena(error.message, error.hint, metered=True)
                     self._tape = None
             if self._tape is None:
                 POOL.empty()  # a step that learns needs the memory
@@ -136,7 +135,6 @@ class Runner:
         self._lessons = max(0, self._lessons - 1)
         found = places(self.captured.graph, self.program, self._nbytes, step.events)
         self.temporaries = temporaries(self.captured.graph, self.program, self._nbytes, step.events)
-        self.strays = found.strays
         self._tape = Tape(found.start, found.nbytes, found.offset)
         if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
             self._note(self._before + step.outside)
@@ -166,11 +164,12 @@ def _missing() -> AllocatorUnavailable | None:
 
 
 @cache
-def _without_arena(why: str, hint: str | None) -> None:
+def _without_arena(why: str, hint: str | None, *, metered: bool = False) -> None:
     """Say, once, that steps run without an arena."""
+    how = "" if metered else ", and unmetered"
     warnings.warn(
-        f"steps run without an arena, and unmetered: {why} They hold no more at a time than planned, but the heap may "
-        f"need more, and they are slower.\nhint: {hint}",
+        f"steps run without an arena{how}: {why} They hold no more at a time than planned, but the heap may need more, and "
+        f"they are slower.\nhint: {hint}",
         LowtideWarning,
         stacklevel=2,
     )

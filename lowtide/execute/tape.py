@@ -44,9 +44,7 @@ class _Planned:
 
 def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]) -> Places:
     """The places of what the events say was allocated; `nbytes` is for each value what the plan counted with."""
-    made: list[list[Block]] = [[] for _ in (*program.instructions, "what the runner allocates before the first")]
-    for block in blocks_of(events):
-        made[block.instruction].append(block)
+    made = _made(program, events)
     planned, spare = _plan(graph, program, nbytes)
     arena = _Arena(program.arena)
     found = Places([0], [], [])
@@ -68,6 +66,14 @@ def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterab
     return replace(found, outside=most(outside), strays=len(strays))
 
 
+def _made(program: Program, events: Iterable[Event]) -> list[list[Block]]:
+    """The blocks that each instruction allocated and, in the end, those from before the first."""
+    made: list[list[Block]] = [[] for _ in range(len(program.instructions) + 1)]
+    for block in blocks_of(events):
+        made[block.instruction].append(block)
+    return made
+
+
 def temporaries(
     graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]
 ) -> dict[int, tuple[int, int]]:
@@ -75,9 +81,7 @@ def temporaries(
 
     Only runs count that keep all their results: of the others it can't be told which blocks are temporaries.
     """
-    made: dict[int, list[Block]] = defaultdict(list)
-    for block in blocks_of(events):
-        made[block.instruction].append(block)
+    made = _made(program, events)
     found: dict[int, tuple[int, int]] = {}
     for number, run in enumerate(program.instructions):
         if not isinstance(run, Run):

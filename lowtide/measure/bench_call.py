@@ -14,7 +14,8 @@ import torch
 
 from lowtide import kernels
 from lowtide.allocator.arena import Arena, Tape, stepping
-from lowtide.allocator.scratch import ALIGNMENT, NEVER, aligned, arrange, blocks_of, height, most
+from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height, most
+from lowtide.check import ALIGNMENT
 from lowtide.graph import Arg, Constant, Read, decode_arg
 
 BUDGET = 0.1  # seconds of repetitions for one call

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from lowtide import meter
 from lowtide.bench.fit import LEAST, Cell, judge, limit_of, missed_bars
+from lowtide.bench.peaks import storage_bytes
 from lowtide.bench.peers import EAGER, PEERS, Contestant, blocks, checkpoint_blocks, peers
 from lowtide.bench.race import PROCESS, Racer, Retired, groups, run_rounds, started, steps_of_a_turn
-from lowtide.bench.racer import bytes_of, digest
+from lowtide.bench.racer import digest
 from lowtide.cli import app
 from lowtide.errors import LowtideError, UsageError
 from lowtide.models import SMALL, build
@@ -169,7 +170,7 @@ def test_a_digest_sees_a_bit_and_bytes_are_counted_once() -> None:
     assert digest([torch.zeros(1)]) != digest([-torch.zeros(1)])
     assert digest([tensor]) != digest([tensor.flatten()])
     assert digest([torch.tensor(1.0).to(torch.bfloat16)]) != digest([torch.tensor(1.0)])
-    assert bytes_of([tensor, tensor[1:], None, 3, other]) == tensor.nbytes + other.nbytes
+    assert storage_bytes([tensor, tensor[1:], None, 3, other]) == tensor.nbytes + other.nbytes
 
 
 # -------------------------------------------------------------------------------------------------------------- peers
