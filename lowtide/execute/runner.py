@@ -168,8 +168,8 @@ def _without_arena(why: str, hint: str | None, *, metered: bool = False) -> None
     """Say, once, that steps run without an arena."""
     how = "" if metered else ", and unmetered"
     warnings.warn(
-        f"steps run without an arena{how}: {why} They hold no more at a time than planned, but the heap may need more, and "
-        f"they are slower.\nhint: {hint}",
+        f"steps run without an arena{how}: {why} They hold no more at a time than planned, but the heap may need more, "
+        f"and they are slower.\nhint: {hint}",
         LowtideWarning,
         stacklevel=2,
     )
