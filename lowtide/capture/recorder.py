@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.books import Books
 from lowtide.capture.origin import Origins, user_line
+from lowtide.capture.recall import Recall
 from lowtide.capture.scalars import ScalarNode, refuse_data
 from lowtide.capture.stand_in import fake_like
 from lowtide.captured import Guard
@@ -40,6 +41,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.backend = torch._C._dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
         self.fake_mode = fake_mode
+        self.recall = Recall(fake_mode)
         self.origins = origins
         self.ops: list[Op] = []
         self.books = Books(self.ops)
@@ -78,10 +80,16 @@ class Recorder(TorchDispatchMode):
 
     # What the step calls
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every call goes through a guard against compilation, which costs as much as the rest
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it at every turn
         if func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
@@ -93,7 +101,7 @@ class Recorder(TorchDispatchMode):
             return self._lift(args[0])
         plain_args = tuple(map(self._plain, args))
         plain_kwargs = {key: self._plain(arg) for key, arg in kwargs.items()}
-        result = func(*plain_args, **plain_kwargs)
+        result = self.recall.call(func, plain_args, plain_kwargs)
         self._follow_gradient(plain_args)
         self._note(func, plain_args, plain_kwargs, args, kwargs, result)
         if isinstance(result, torch.Tensor) and id(result) in self._reals:

@@ -1,30 +1,36 @@
-"""A specimen: one call, cut out of its graph, with all that it takes to repeat it alone; equal calls are equal."""
+"""A specimen: one call, cut out of its graph, with all that it takes to repeat it alone; equal calls are equal.
+
+What a call costs does not depend on which moment of a sequence it reads, so all moments are the first one here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lowtide.graph import Arg, Graph, Op, Read, encode_arg
+from lowtide.graph import Arg, Graph, Op, Read, View, encode_arg
 
 # The results of these calls have contents that nobody can make up; who reads them is measured behind the call itself.
 OPAQUE = frozenset({"aten.mkldnn_rnn_layer.default"})
+UNBIND, SELECT = "aten.unbind.int", "aten.select.int"
+MOMENT = {"aten.select_backward.default": 3}  # calls on one of many equal parts, and the argument that says on which
+
+Shift = dict[tuple[int, int | None, str, Arg], int]  # by how much parts of a tensor are moved to the front
 
 
 def specimen(graph: Graph, index: int) -> dict[str, Any]:
     """The call as plain data: its arguments refer to tensors by their place in `tensors`."""
     op = graph.ops[index]
     places: dict[int, int] = {}
-    arguments = [_localised(arg, places) for arg in (*op.args, *(arg for _, arg in op.kwargs))]
-    views: dict[int, list[Any]] = {}
-    for read in op.arguments():
-        if read.view is not None:
-            views[read.view] = _chain(graph, read.view)
+    views: dict[tuple[int, int], int] = {}  # (place, view of the graph) -> number of the view here
+    args = tuple(0 if place == MOMENT.get(op.target) else arg for place, arg in enumerate(op.args))
+    arguments = [_localised(arg, places, views) for arg in (*args, *(arg for _, arg in op.kwargs))]
+    shift = _shift(graph, views)
     return {
         "target": op.target,
         "args": [encode_arg(arg) for arg in arguments[: len(op.args)]],
         "kwargs": {key: encode_arg(arg) for (key, _), arg in zip(op.kwargs, arguments[len(op.args) :], strict=True)},
         "tensors": [_tensor(graph, value) for value in places],
-        "views": {str(view): chain for view, chain in views.items()},
+        "views": {str(number): _chain(graph, *found, shift) for found, number in views.items()},
         "outputs": [None if value is None else _sizes(graph, value) for value in op.outputs],
         "written": sorted(places[old] for _, old in op.updates),
         "device": graph.device,
@@ -36,22 +42,57 @@ def read_order(op: Op) -> tuple[int, ...]:
     return tuple(dict.fromkeys(read.value for read in op.arguments()))
 
 
-def _localised(arg: Arg, places: dict[int, int]) -> Arg:
+def _localised(arg: Arg, places: dict[int, int], views: dict[tuple[int, int], int]) -> Arg:
     if isinstance(arg, Read):
-        return Read(places.setdefault(arg.value, len(places)), arg.view)
+        place = places.setdefault(arg.value, len(places))
+        return Read(place, None if arg.view is None else views.setdefault((place, arg.view), len(views)))
     if isinstance(arg, tuple):
-        return tuple(_localised(item, places) for item in arg)
+        return tuple(_localised(item, places, views) for item in arg)
     return arg
 
 
-def _chain(graph: Graph, view: int | None) -> list[Any]:
-    """The calls that lead from the tensor as made to this view of it."""
+def _shift(graph: Graph, views: dict[tuple[int, int], int]) -> Shift:
+    """For each tensor of which parts are read where the first of them begins."""
+    found: Shift = {}
+    for place, view in views:
+        for number in _line(graph, view):
+            part = _part(graph.views[number])
+            if part is not None:
+                key = _whole(place, graph.views[number])
+                found[key] = min(part, found.get(key, part))
+    return found
+
+
+def _part(view: View) -> int | None:
+    """Where in its parent a view begins that sees one of many equal parts."""
+    part = view.item if view.target == UNBIND else view.args[1] if view.target == SELECT else None
+    return part if isinstance(part, int) and part >= 0 else None
+
+
+def _whole(place: int, view: View) -> tuple[int, int | None, str, Arg]:
+    """What a view is a part of."""
+    return place, view.parent, view.target, view.args[0] if view.args else None
+
+
+def _line(graph: Graph, view: int) -> list[int]:
+    """The views that lead from the tensor as made to this one."""
+    found = [view]
+    while (parent := graph.views[found[-1]].parent) is not None:
+        found.append(parent)
+    return found[::-1]
+
+
+def _chain(graph: Graph, place: int, view: int, shift: Shift) -> list[Any]:
+    """The calls that lead from the tensor as made to this view of it, all parts moved to the front."""
     calls: list[Any] = []
-    while view is not None:
-        item = graph.views[view]
-        calls.append([item.target, encode_arg(item.args), item.item])
-        view = item.parent
-    return calls[::-1]
+    for number in _line(graph, view):
+        item = graph.views[number]
+        args, chosen, part = item.args, item.item, _part(item)
+        if part is not None:
+            part -= shift[_whole(place, item)]
+            args, chosen = (args, part) if item.target == UNBIND else ((args[0], part), None)
+        calls.append([item.target, encode_arg(args), chosen])
+    return calls
 
 
 def _tensor(graph: Graph, value: int) -> Any:
