@@ -1,4 +1,4 @@
-"""A program as Python source: one line an op, explicit `del`, nothing decided while it runs.
+"""A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
 to know how far a step came that failed.
@@ -16,6 +16,7 @@ import torch
 
 from lowtide import kernels
 from lowtide.errors import ProgramError
+from lowtide.execute.loops import roll
 from lowtide.graph import Arg, Constant, Graph, Op, Read
 from lowtide.program import Copy, Free, Program, Run, Wait
 
@@ -82,7 +83,9 @@ class _Writer:
                     self.emit(f"places.wait({value}, {place!r})")
         results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
         self.emit(f"return [{results}]")
-        return "\n".join(["def run(inputs, generator, places, at):", *(f"  {line}" for line in self.lines), ""])
+        lines, tables = roll(self.lines)
+        self.names.update(tables)
+        return "\n".join(["def run(inputs, generator, places, at):", *(f"  {line}" for line in lines), ""])
 
     def run(self, instruction: Run) -> None:
         """One op: make its arguments, call it, name what it returns."""
