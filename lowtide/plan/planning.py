@@ -33,6 +33,7 @@ SMALL = 64  # ops: a graph that may be solved exactly
 STATES = 200_000  # that the exact solver may meet
 ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in use
 LOWER = 0.4  # of what the arena has too much
+FAR = 1.05  # times the budget: what the simulator can count otherwise is less
 SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
 BEST, ONE_SHOT = "lowtide", "one-shot"
 METHODS = (BEST, ONE_SHOT, *CLASSICS)
@@ -88,6 +89,8 @@ class Planning:
         if method != BEST:
             return self._promise(self._by_name(method, budget), budget, 0.0, begun)
         for order in (self.order, self.one_shot):
+            if budget is not None and self.arrays.peak(order) > FAR * budget:
+                continue  # no need to lay it out
             program = self._finish(order, budget)
             if budget is None or self._fits(program, budget):
                 return self._promise(program, budget, 0.0, begun)

@@ -19,7 +19,9 @@ Find = Callable[[int | None], Ints | None]  # bytes of the whole step -> sequenc
 Prepare = Callable[[Problem, Ints], Find]  # for one order of the ops
 
 FINEST = 1024  # segments of a chain of equal steps
-GROUPINGS = 24  # that Chen's search tries
+GROUPINGS = 24  # that Chen's search tries, as far as they replay in all no more than
+REPLAYED = 300_000  # ops, but six at least
+LEVELLED = 60_000  # ops of all chains that are measured for one step, but one chain at least
 UNITS = 400  # of memory in a budget
 HEADROOM = 1.15  # of the budget: tables add up what is rarely there at the same time
 
@@ -66,7 +68,8 @@ def chen_search(problem: Problem, order: Ints) -> Find:
     chain = segments(problem, order)
     steps = len(chain.parts)
     sizes = [int(problem.nbytes[list(part.made)].sum()) for part in chain.parts]
-    limits = np.geomspace(max(1, sum(sizes) / steps), max(1, sum(sizes)), GROUPINGS)
+    tries = min(GROUPINGS, max(6, REPLAYED // len(order)))
+    limits = np.geomspace(max(1, sum(sizes) / steps), max(1, sum(sizes)), tries)
     groupings = dict.fromkeys(tuple(chen.by_bytes(sizes, limit)) for limit in limits)
     return partial(quickest, problem, [chain.replay(chen.grouped(steps, starts)) for starts in groupings])
 
@@ -75,7 +78,8 @@ def rotor(*, most: Sequence[int], menus: bool) -> Prepare:
     """The heterogeneous chain, cut into at most so many segments; by nature everything is kept."""
 
     def prepare(problem: Problem, order: Ints) -> Find:
-        chains = {len(chain.parts): chain for chain in (segments(problem, order, most=number) for number in most)}
+        levels = most[: max(1, LEVELLED // max(1, len(order)))]
+        chains = {len(chain.parts): chain for chain in (segments(problem, order, most=number) for number in levels)}
         measured = [(chain, *measured_chain(chain, menus=menus)) for chain in chains.values()]
 
         def find(budget: int | None) -> Ints | None:

@@ -6,7 +6,6 @@ Values that are small, or that nothing can make again, are always kept and not l
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,8 @@ from lowtide.plan.problem import Floats, Ints, Problem
 
 MOST = 350  # segments: the dynamic programs grow with the third power
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # ops that make something, to each side of a cut
-SMALL = 1e-3  # of the largest value
+SMALL = 0.005  # of all bytes that the forward makes: the smallest values that make up so many are not worth dropping
+WIDE = 64  # segments: what crosses more of them is kept, or each of many would carry long lists along
 USELESS = 1.01  # what a byte counts that crosses and that no backward op reads: of equal places the useful one is cut
 
 Values = frozenset[int]
@@ -50,7 +50,7 @@ class Segments:
         """The sequence of a schedule in which each step is a segment."""
         tape = Tape(self.links)
         held: dict[int, Values] = {}  # segment -> what is kept for its backward
-        holders: Counter[int] = Counter()
+        holders = [0] * len(self.links.maker)  # for each value how many of the sets that are kept have it
         running = Values()  # what the segment that just ran has handed on
         begun: set[int] = set()
         for action in schedule:
@@ -72,15 +72,18 @@ class Segments:
                     for op in part.forward:
                         tape.run(op)
                 running = part.leaving
-                holders.update(running)
+                for value in running:
+                    holders[value] += 1
                 if action.keep != "nothing":
                     released.append(held.get(action.step, Values()))
                     held[action.step] = part.entering | kept
-                    holders.update(held[action.step])
+                    for value in held[action.step]:
+                        holders[value] += 1
             for values in released:
-                holders.subtract(values)
+                for value in values:
+                    holders[value] -= 1
             fresh = {value for op in tape.ops[place:] for value in self.links.makes[op]} & self.droppable
-            tape.dropped |= {value for value in fresh.union(*released) if not holders[value]}
+            tape.dropped.update(value for value in fresh.union(*released) if not holders[value])
         return tape.sequence()
 
 
@@ -101,6 +104,7 @@ def segments(problem: Problem, order: Ints, *, most: int = MOST) -> Segments:
                 last[value] = max(last[value], stage[op])
                 if stage[op] < born[value]:
                     del born[value]  # the backward needs it after its segment is done: never dropped
+    born = {value: begin for value, begin in born.items() if last[value] - begin <= WIDE}
     made: list[set[int]] = [set() for _ in range(len(cuts) + 1)]
     across: list[set[int]] = [set() for _ in range(len(cuts) + 2)]  # into each segment, and out of the last
     for value, begin in born.items():
@@ -126,17 +130,25 @@ def segments(problem: Problem, order: Ints, *, most: int = MOST) -> Segments:
 def _droppable(links: Links, forward: list[int]) -> Values:
     """The values made by the forward that can be made again and are worth it."""
     problem = links.problem
-    small = SMALL * int(problem.nbytes.max(initial=0))
-    made = (value for op in forward if links.repeatable[op] for value in links.makes[op])
+    made = [value for op in forward if links.repeatable[op] for value in links.makes[op]]
+    sizes, counts = np.unique(problem.nbytes[made], return_counts=True)
+    below = np.cumsum(sizes * counts)
+    small = int(sizes[below <= SMALL * below[-1]].max(initial=0)) if made else 0
     return Values(value for value in made if problem.nbytes[value] > small and not problem.required[value])
 
 
 def _early(links: Links, forward: list[int], droppable: Values) -> list[int]:
-    """The forward, where what makes nothing worth dropping (a loss, say) runs right after what it reads."""
+    """The forward, where what needs no more than it sets free (each moment's loss, say) runs right after what it reads.
+
+    What makes nothing worth dropping counts as such.
+    """
     place = {op: number for number, op in enumerate(forward)}
-    pinned = links.problem.pinned
+    pinned, nbytes = links.problem.pinned, links.problem.nbytes
+    last = {value: op for op in forward for value in links.reads[op]}
     for op in forward:
-        if not pinned[op] and droppable.isdisjoint(links.makes[op]):
+        made = sum(int(nbytes[value]) for value in links.makes[op] if value in droppable)
+        freed = sum(int(nbytes[value]) for value in links.reads[op] if value in droppable and last[value] == op)
+        if not pinned[op] and made <= freed:
             place[op] = max((place.get(links.maker[value], -1) for value in links.reads[op]), default=-1)
     return sorted(forward, key=place.__getitem__)
 
@@ -187,10 +199,11 @@ def _backward_stages(
     links: Links, forward: list[int], backward: list[int], stage: Mapping[int, int], born: Mapping[int, int]
 ) -> dict[int, int]:
     """For each op of the backward its segment: the latest one whose values or parameters it or a later op reads."""
-    users: dict[int, set[int]] = {}  # of inputs: the segments that read them
+    users: dict[int, set[int]] = {}  # of parameters: the segments that read them
+    values = links.problem.graph.values
     for op in forward:
         for value in links.reads[op]:
-            if links.maker[value] < 0:
+            if links.maker[value] < 0 and values[value].kind == "parameter":
                 users.setdefault(value, set()).add(stage[op])
     owner = dict(born) | {value: min(found) for value, found in users.items() if len(found) == 1}
     found: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -35,7 +36,9 @@ class Tape:
 
     def run(self, op: int) -> None:
         """Run an op after all that it lacks."""
-        self.bring(self.links.reads[op])
+        reads = self.links.reads[op]
+        if not self.dropped.isdisjoint(reads):
+            self.bring(reads)
         self._append(op)
 
     def bring(self, values: Iterable[int]) -> None:
@@ -58,16 +61,18 @@ class Tape:
     def _append(self, op: int) -> None:
         self.ops.append(op)
         self.dropped.difference_update(self.links.makes[op])
-        self.overwritten.update(self.links.overwrites.get(op, ()))
+        if op in self.links.overwrites:
+            self.overwritten.update(self.links.overwrites[op])
 
     def sequence(self) -> Ints:
         """The sequence, without repeated runs whose results nobody reads."""
         links = self.links
-        first = {op: place for place, op in reversed(list(enumerate(self.ops)))}
+        left = Counter(self.ops)
         wanted = set(np.flatnonzero(links.problem.required).tolist())
         kept: list[int] = []
-        for place, op in reversed(list(enumerate(self.ops))):
-            if place == first[op] or not wanted.isdisjoint(links.makes[op]):
+        for op in reversed(self.ops):
+            left[op] -= 1
+            if not left[op] or not wanted.isdisjoint(links.makes[op]):
                 kept.append(op)
                 wanted.difference_update(links.makes[op])
                 wanted.update(links.reads[op])
