@@ -24,6 +24,7 @@ from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
 from lowtide.plan import as_eager, keep_everything, plan
 from lowtide.program import Copy, Free, Plan, Program, Run, Wait
+from lowtide.scan import ScanPlan, scan, scan_plan
 from lowtide.simulate import Simulation, simulate
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "ProgramError",
     "Run",
     "Runner",
+    "ScanPlan",
     "Simulation",
     "StepError",
     "UsageError",
@@ -58,5 +60,7 @@ __all__ = [
     "meter",
     "plan",
     "roofline",
+    "scan",
+    "scan_plan",
     "simulate",
 ]

@@ -1,0 +1,204 @@
+"""What a caller of scan gives, moment by moment: the inputs, the state, the lengths, and what the cell answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import tree
+from lowtide.errors import UsageError
+
+Leaves = list[Tensor]
+READINGS = "return (output, new state), or only the new state, with the same structure as the state that you pass in."
+
+
+class Moments:
+    """The inputs; `leaves` are the caller's own tensors, with time first, or those of each moment in turn."""
+
+    def __init__(self, inputs: Any) -> None:
+        sequence = isinstance(inputs, (list, tuple)) and not isinstance(inputs, torch.Size)
+        self.stacked = not sequence or "_fields" in dir(type(inputs))
+        if self.stacked:
+            self.leaves, self.tree = tree.flatten(inputs)
+            _refuse_others(self.leaves, "the inputs")
+            lengths = {leaf.shape[0] if leaf.dim() else 0 for leaf in self.leaves}
+            if len(lengths) != 1:
+                raise UsageError(
+                    f"the inputs are of {sorted(lengths)} moments.", hint="give tensors with time first, all as long."
+                )
+            self.length = lengths.pop()
+        else:
+            flat = [tree.flatten(moment) for moment in inputs]
+            self.tree = flat[0][1] if flat else tree.LEAF
+            self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
+            _refuse_others(self.leaves, "the inputs")
+            if any(list(form.paths()) != list(self.tree.paths()) for _, form in flat):
+                raise UsageError("the moments of the inputs differ in structure.", hint="give all of them alike.")
+            self.length = len(flat)
+        if self.length == 0:
+            raise UsageError("there are no moments to run.", hint="give inputs with at least one moment, time first.")
+
+    def columns(self) -> list[Sequence[Tensor]]:
+        """The leaves of each moment, as views of what the caller gave."""
+        if self.stacked:
+            return list(zip(*(leaf.unbind(0) for leaf in self.leaves), strict=True))
+        count = len(self.leaves) // self.length
+        return [self.leaves[start : start + count] for start in range(0, len(self.leaves), count)]
+
+
+class Cell:
+    """The caller's cell on flat lists of tensors; how to read its answer shows at its first call."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], moments: Moments, state: Any) -> None:
+        self.function, self.moment = function, moments.tree
+        self.state, self.first_state = tree.flatten(state)
+        _refuse_others(self.state, "the state")
+        if not self.state:
+            raise UsageError(
+                "the state has no tensor.", hint="give what the cell needs at the first moment, say zeros."
+            )
+        self.next_state: tree.Tree | None = None  # as the cell returns it
+        self.outputs: tree.Tree = tree.LEAF
+        self.pair = False
+
+    def __call__(
+        self, moment: int, inputs: Sequence[Tensor], state: Sequence[Tensor], mask: Tensor | None
+    ) -> tuple[list[Any], Leaves]:
+        """The leaves of the output, some of them None, and of the next state."""
+        form = self.first_state if moment == 0 else self.next_state
+        assert form is not None
+        result = self.function(_build(self.moment, inputs), _build(form, state))
+        if self.next_state is None:
+            self._read(result)
+        made = result[1] if self.pair else result
+        after = _leaves(made)
+        outputs = _leaves(result[0]) if self.pair else after[:1]
+        if len(after) != len(state):
+            raise UsageError(
+                f"the cell returned a state of {len(after)} tensors for one of {len(state)}.", hint=READINGS
+            )
+        if mask is not None:
+            after = [torch.where(_like(mask, new), new, old) for new, old in zip(after, state, strict=True)]
+            outputs = [None if one is None else torch.where(_like(mask, one), one, 0) for one in outputs]
+        return outputs, after
+
+    def _read(self, result: Any) -> None:
+        """See whether the cell returns an output too, and remember the structures."""
+        wanted = list(self.first_state.paths())
+        leaves, form = tree.flatten(result)
+        if list(form.paths()) == wanted:
+            state = form
+        elif isinstance(result, (tuple, list)) and len(result) == 2:
+            leaves, state = tree.flatten(result[1])
+            outputs, self.outputs = tree.flatten(result[0])
+            self.pair = True
+            _refuse_others([leaf for leaf in outputs if leaf is not None], "the cell's output")
+        else:
+            state = form
+        if list(state.paths()) != wanted:
+            raise UsageError(f"the cell was given the state {self.first_state} and returned {form}.", hint=READINGS)
+        _refuse_others(leaves, "the state that the cell returned")
+        self.next_state = state
+
+    def results(self, outputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, Any]:
+        """What scan returns."""
+        assert self.next_state is not None
+        return self.outputs.build(outputs), self.next_state.build(state)
+
+
+class Stacked:
+    """Tensors of all moments put together as torch.stack does, without having them twice where that can be."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.whole: Tensor | None = None
+        self.parts: list[Tensor | None] = [None] * length
+        self.shape: torch.Size | None = None
+
+    def put(self, moment: int, part: Tensor | None) -> None:
+        """Take the tensor of one moment; None stands for zeros."""
+        if part is None:
+            return
+        if self.shape is None:
+            self.shape = part.shape
+            if part.is_contiguous():
+                self.whole = part.new_empty((self.length, *part.shape))
+                self.views = self.whole.unbind(0)
+                self.filled = [False] * self.length
+        if self.whole is None:
+            self.parts[moment] = part.detach()
+            return
+        if part.shape != self.shape or part.dtype != self.whole.dtype:
+            raise UsageError(
+                f"the cell's output has shape {tuple(self.shape)} at one moment and {tuple(part.shape)} at moment "
+                f"{moment}, or another type.",
+                hint="outputs are stacked: return the same shape and type at every moment.",
+            )
+        self.views[moment].copy_(part)
+        self.filled[moment] = True
+
+    def view(self, moment: int) -> Tensor:
+        """The tensor of a moment inside the whole; writing to others does not count as writing to it."""
+        return self.views[moment].data
+
+    def take(self) -> Tensor | None:
+        """The whole; None where no moment had a tensor."""
+        if self.whole is not None:
+            for moment, there in enumerate(self.filled):
+                if not there:
+                    self.views[moment].zero_()
+            return self.whole
+        some = next((part for part in self.parts if part is not None), None)
+        if some is None:
+            return None
+        return torch.stack([torch.zeros_like(some) if part is None else part for part in self.parts])
+
+
+def masks(lengths: Any, moments: Moments, state: Leaves) -> list[Tensor | None]:
+    """For each moment which sequences of the batch still go on."""
+    if lengths is None:
+        return [None] * moments.length
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths, device=state[0].device)
+    if lengths.dim() != 1 or lengths.dtype.is_floating_point or lengths.dtype is torch.bool:
+        raise UsageError(
+            f"lengths has shape {tuple(lengths.shape)} and type {lengths.dtype}.",
+            hint="give one whole number for each sequence of the batch: torch.tensor([17, 9, 20]).",
+        )
+    for leaf in state:
+        if not leaf.dim() or leaf.shape[0] != lengths.shape[0]:
+            raise UsageError(
+                f"there are {lengths.shape[0]} lengths, and a tensor of the state has shape {tuple(leaf.shape)}.",
+                hint="with lengths every tensor of the state and of the output has the batch as its first dimension.",
+            )
+    times = torch.arange(moments.length, device=lengths.device)
+    return list((times[:, None] < lengths[None]).unbind(0))
+
+
+def _like(mask: Tensor, tensor: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _build(form: tree.Tree, leaves: Sequence[Tensor]) -> Any:
+    if form.form == "leaf":
+        return leaves[0]
+    if form.type is tuple and len(form.children) == len(leaves):
+        return tuple(leaves)
+    return form.build(leaves)
+
+
+def _leaves(thing: Any) -> list[Any]:
+    if isinstance(thing, Tensor):
+        return [thing]
+    if type(thing) is tuple and all(isinstance(part, Tensor) for part in thing):
+        return list(thing)
+    return tree.flatten(thing)[0]
+
+
+def _refuse_others(leaves: Sequence[Any], what: str) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise UsageError(f"{what} has a {type(leaf).__name__} where a tensor belongs.", hint="give tensors only.")

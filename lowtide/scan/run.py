@@ -1,0 +1,343 @@
+"""A schedule of a loop, run: the first sweep when scan is called, the rest when autograd asks for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lowtide.errors import UsageError
+from lowtide.plan.classics.chain import Backward, Forward
+from lowtide.plan.loop import LoopPlan
+from lowtide.scan.first import First, Generator, Kept, run_with_graph, unknown_leaf
+from lowtide.scan.moments import Cell, Leaves, Moments, Stacked
+
+Gradient = Tensor | None
+_engine: Any = torch.autograd.Variable._execution_engine  # torch.autograd.grad checks every root again, at each cell
+
+
+class Loop:
+    """One call of scan on its way."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        moments: Moments,
+        masks: list[Tensor | None],
+        truncate: int | None,
+        first: First,
+        plan: LoopPlan,
+        generator: Generator,
+        begin: Tensor,
+    ) -> None:
+        self.cell, self.moments, self.masks, self.truncate = cell, moments, masks, truncate
+        self.first: First | None = first  # until its moment is taken over
+        self.captured, self.often, self.needs = first.captured, first.often, first.needs
+        self.quiet, self.shared, self.twins = first.quiet, first.shared, first.twins
+        self.differentiable = [edge is not None for edge in first.kept.outputs]
+        self.generator = generator if first.random else None
+        self.begin = begin
+        self.plan, self.done = plan, 0  # actions
+        self.columns = moments.columns()
+        self.stored: dict[int, tuple[Leaves, Tensor | None]] = {}  # with the generator's state
+        self.kept: dict[int, Kept] = {}
+        self.at, self.state = 0, cell.state
+        self.outputs: list[Stacked | None] = []
+        self.views: list[Sequence[Tensor] | None] = []
+        # output -> the leaf of the state that is the same tensor, once for each
+        self.same = {output: leaf for leaf, output in reversed(list(enumerate(self.shared))) if output is not None}
+        self.passes = first.passes
+        self.handed_on = {place for place in first.passes if place is not None}
+        self.origins = [_origin(place, first.passes, self.same) for place in range(len(self.shared))]
+
+    # Forwards
+
+    def sweep(self) -> None:
+        """Run the actions up to the first backward."""
+        for action in self.plan.actions:
+            if isinstance(action, Backward):
+                return
+            outputs = self._forward(action)
+            if not self.outputs:
+                self.outputs = [None if one is None else Stacked(self.plan.length) for one in outputs]
+            for stack, one in zip(self.outputs, outputs, strict=True):
+                if stack is not None:
+                    stack.put(action.step, one)
+            self.done += 1
+
+    def _forward(self, action: Forward) -> list[Any]:
+        moment = action.step
+        if self.at != moment:
+            self.state, drawn = self.stored[moment]
+            if drawn is not None and self.generator is not None:
+                self.generator.set(drawn)
+        if action.keep == "input" and moment not in self.stored:
+            self.stored[moment] = self._lean(moment), self._drawn(moment)
+        outputs, self.state = self._run(moment, keep=action.keep == "internals")
+        self.at = moment + 1
+        return outputs
+
+    def _run(self, moment: int, *, keep: bool) -> tuple[list[Any], Leaves]:
+        if self.first is not None:
+            outputs, state, kept = self.first.outputs, self.first.state, self.first.kept
+            self.first = None
+        elif keep or not self.quiet:
+            inputs, mask = self.columns[moment], self.masks[moment]
+            outputs, state, kept = run_with_graph(
+                self.cell, moment, inputs, self._lean(moment), mask, self.needs, twins=self.twins
+            )
+        else:
+            with torch.no_grad():
+                return self.cell(moment, self.columns[moment], self.state, self.masks[moment])
+        if keep:
+            self.kept[moment] = kept
+        cut = {id(leaf): leaf.detach() for leaf in state}
+        return outputs, [cut[id(leaf)] for leaf in state]
+
+    def _drawn(self, moment: int) -> Tensor | None:
+        if self.generator is None:
+            return None
+        return self.begin if moment == 0 else self.generator.get()
+
+    def _lean(self, moment: int) -> Leaves:
+        """The state at hand, where what the outputs hold anyway is read there."""
+        if moment == 0 or not self.same:
+            return self.state
+        found: dict[int, Tensor] = {}
+        for output in self.same:
+            stack = self.outputs[output] if self.outputs else None
+            if stack is not None and stack.whole is not None:
+                found[output] = stack.view(moment - 1)
+            elif (views := self.views[output] if self.views else None) is not None:
+                found[output] = views[moment - 1].data
+        return [
+            leaf if output is None or output not in found else found[output]
+            for leaf, output in zip(self.state, self.shared, strict=True)
+        ]
+
+    def results(self) -> tuple[list[Gradient], Leaves]:
+        """The stacked outputs and the last state, which this then lets go of."""
+        outputs = [None if stack is None else stack.take() for stack in self.outputs]
+        state, self.outputs, self.state = self.state, [], []
+        self.at = -1
+        return outputs, state
+
+    def moves(self, place: int) -> bool:
+        """Whether the last state has a gradient here: it was made after the last cut, not only handed on since."""
+        length = self.plan.length
+        begin = 0 if self.truncate is None else (length - 1) // self.truncate * self.truncate
+        handed: int | None = place
+        for _ in range(begin, length if begin else 0):
+            handed = None if handed is None else self.passes[handed]
+        return self.needs[place] and (begin == 0 or handed is None)
+
+    # Backwards
+
+    def back(
+        self, outputs: Sequence[Gradient], gradients: Sequence[Gradient], last: Sequence[Gradient]
+    ) -> tuple[list[Any], list[Gradient], list[Gradient]]:
+        """The gradients of the inputs, the first state and the captured tensors."""
+        before = self.generator.get() if self.generator is not None else None
+        try:
+            self.views = [None if one is None else one.detach().unbind(0) for one in outputs]
+            return self._back([None if one is None else one.unbind(0) for one in gradients], list(last))
+        finally:
+            if before is not None and self.generator is not None:
+                self.generator.set(before)
+
+    def _back(
+        self, gradients: list[Sequence[Tensor] | None], state: list[Gradient]
+    ) -> tuple[list[Any], list[Gradient], list[Gradient]]:
+        added = self._of_outputs(self.plan.length, gradients)
+        state = [_sum(one, other) for one, other in zip(state, added, strict=True)]
+        totals: list[Gradient] = [None] * len(self.captured)
+        width = len(self.columns[0])
+        stacks = [Stacked(self.plan.length) for _ in range(width)] if self.moments.stacked else None
+        singles: list[Gradient] = [None] * len(self.moments.leaves)
+        while self.done < len(self.plan.actions):
+            action = self.plan.actions[self.done]
+            self.done += 1
+            if isinstance(action, Forward):
+                self._forward(action)
+                continue
+            moment = action.step
+            self.stored.pop(moment, None)
+            self.at, self.state = -1, []
+            state, inputs = self._backward(moment, self.kept.pop(moment), gradients, state, totals)
+            for place, gradient in enumerate(inputs):
+                if stacks is not None:
+                    stacks[place].put(moment, gradient)
+                else:
+                    singles[moment * width + place] = gradient
+        found = [stack.take() for stack in stacks] if stacks is not None else singles
+        return found, state, totals
+
+    def _of_outputs(self, moment: int, gradients: list[Sequence[Tensor] | None]) -> list[Gradient]:
+        """For each leaf of the state before a moment the gradient that it gets because it is an output too."""
+        begin = 0 if self.truncate is None or moment == 0 else (moment - 1) // self.truncate * self.truncate
+        found: list[Gradient] = []
+        for origin in self.origins:
+            made = -1 if origin is None else moment - 1 - origin[1]
+            found.append(None if origin is None or made < begin else _of(gradients, origin[0], made))
+        return found
+
+    def _backward(
+        self,
+        moment: int,
+        kept: Kept,
+        gradients: list[Sequence[Tensor] | None],
+        state: list[Gradient],
+        totals: list[Gradient],
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        """The backward of one cell: the gradients of the state before it and of its inputs.
+
+        What other parts of the graph have added to a sum before this cell comes goes in as a root, so that autograd
+        adds in the order of the plain loop.
+        """
+        if moment == self.plan.length - 1 and (strange := unknown_leaf(kept, self.captured)) is not None:
+            raise UsageError(
+                f"at the last moment the cell uses a tensor of shape {tuple(strange.shape)} that needs a gradient and "
+                "that it did not use at the first.",
+                hint="use the same parameters at every moment, or scan without a budget.",
+            )
+        roots: list[GradientEdge | Tensor] = []
+        given: list[Tensor] = []
+
+        def root(edge: GradientEdge | Tensor | None, gradient: Gradient) -> None:
+            if edge is not None and gradient is not None:
+                roots.append(edge)
+                given.append(gradient)
+
+        for edge, gradient in zip(kept.after, state, strict=True):
+            root(edge, gradient)
+        for output, edge in enumerate(kept.outputs):
+            if output not in self.same:
+                root(edge, _of(gradients, output, moment))
+        apart = moment > 0 and self.truncate is not None and moment % self.truncate == 0
+        arrived = self._of_outputs(moment, gradients)
+        if not apart:  # what the cell hands on has got this gradient already, at a later moment
+            arrived = [None if place in self.handed_on else one for place, one in enumerate(arrived)]
+        wanted: list[Tensor] = []
+        places: list[int] = []
+        if not apart:
+            for place, before in enumerate(kept.state):
+                needed = self.cell.state[place].requires_grad if moment == 0 else before.requires_grad
+                if needed and not any(before is other for other in wanted):
+                    wanted.append(before)
+                    places.append(place)
+                    root(before, arrived[place])
+        ahead = len(wanted)
+        wanted += [leaf for leaf in kept.inputs if leaf.requires_grad]
+        middle = len(wanted)
+        wanted += self.captured
+        for tensor, total, often in zip(self.captured, totals, self.often, strict=True):
+            if often:
+                root(tensor, total)
+        if not wanted or not roots:
+            return arrived, [None] * len(kept.inputs)
+        found = _engine.run_backward(
+            tuple(roots), tuple(given), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+        )
+        for place, gradient in zip(places, found[:ahead], strict=True):
+            arrived[place] = gradient
+        rest = iter(found[ahead:middle])
+        inputs = [next(rest) if leaf.requires_grad else None for leaf in kept.inputs]
+        for place, gradient in enumerate(found[middle:]):
+            total = totals[place]
+            if gradient is None:
+                continue
+            if self.often[place]:
+                totals[place] = gradient
+            elif total is None:
+                totals[place] = gradient.clone()
+            else:
+                total.add_(gradient)
+        return arrived, inputs
+
+
+class Bound(torch.autograd.Function):
+    """A loop as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> Any:
+        outputs, state = loop.results()
+        unique = list({id(leaf): leaf for leaf in state}.values())
+        ctx.loop, ctx.tensors = loop, len(tensors)
+        ctx.outputs = [one is not None for one in outputs]
+        ctx.places = [next(p for p, leaf in enumerate(state) if leaf is one) for one in unique]
+        ctx.set_materialize_grads(False)
+        shared = [outputs[place] if place in loop.same else None for place in range(len(outputs))]
+        ctx.save_for_backward(*tensors, *shared)
+        fixed = [leaf for leaf, place in zip(unique, ctx.places, strict=True) if not loop.moves(place)]
+        fixed += [one for one, moves in zip(outputs, loop.differentiable, strict=True) if one is not None and not moves]
+        ctx.mark_non_differentiable(*fixed)
+        return (*(one for one in outputs if one is not None), *unique)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Gradient) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a scan within a budget can't be differentiated twice (create_graph=True).",
+                hint="scan without a budget.",
+            )
+        shared = ctx.saved_tensors[ctx.tensors :]  # refuses what was written to since
+        loop: Loop | None = ctx.loop
+        if loop is None:
+            raise UsageError(
+                "the backward of a scan within a budget ran already, and what it held is gone.",
+                hint="call scan again for every backward, or scan without a budget.",
+            )
+        ctx.loop = None
+        given = iter(gradients)
+        of_outputs = [next(given) if there else None for there in ctx.outputs]
+        of_state: list[Gradient] = [None] * len(loop.needs)
+        for place, gradient in zip(ctx.places, given, strict=True):
+            of_state[place] = gradient
+        inputs, state, captured = loop.back(shared, of_outputs, of_state)
+        return (None, *reversed(inputs), *state, *captured)
+
+
+def bind(loop: Loop) -> tuple[list[Any], Leaves]:
+    """The outputs and the last state of a loop after its sweep, as results that autograd knows.
+
+    The inputs go in backwards: a tensor that is the input of several moments gets its gradients as in the plain loop.
+    """
+    state = list(loop.state)
+    inside = [stack is not None for stack in loop.outputs]
+    results = list(
+        Bound.apply(loop, *reversed(loop.moments.leaves), *loop.cell.state, *loop.captured)  # type: ignore[no-untyped-call]
+    )
+    outputs = [results.pop(0) if there else None for there in inside]
+    unique = iter(results)
+    found: dict[int, Tensor] = {}
+    for leaf in state:
+        if id(leaf) not in found:
+            found[id(leaf)] = next(unique)
+    return outputs, [found[id(leaf)] for leaf in state]
+
+
+def _origin(place: int, passes: Sequence[int | None], same: dict[int, int]) -> tuple[int, int] | None:
+    """The output that a leaf of the state is, and for how many moments it was handed on since; None if it is none."""
+    for delay in range(len(passes)):
+        for output, leaf in same.items():
+            if leaf == place:
+                return output, delay
+        before = passes[place]
+        if before is None or before == place:
+            return None
+        place = before
+    return None
+
+
+def _of(gradients: list[Sequence[Tensor] | None], output: int, moment: int) -> Gradient:
+    found = gradients[output]
+    return None if found is None else found[moment]
+
+
+def _sum(one: Gradient, other: Gradient) -> Gradient:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
