@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -16,19 +16,116 @@ from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
 from lowtide.costs import Costs
-from lowtide.errors import BudgetError, LowtideWarning, UsageError
+from lowtide.errors import BudgetError, FileError, LowtideWarning, UsageError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.graph import Graph
+from lowtide.lossy import RECURRENT, cut, longest
 from lowtide.measure import measure, roofline
 from lowtide.plan import TIME_LIMIT, as_eager, plan, with_narrow
+from lowtide.plan.infeasible import floor
+from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program
 from lowtide.simulate import simulate
 
+ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
+SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 FREE = 0.9  # of the memory that is free: the budget where none is given
 TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget
 
 Tell = Callable[[str], None]
 CostsFrom = Literal["measured", "roofline"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and what it is a plan of."""
+
+    graph: Graph  # with its optional ops
+    costs: Costs
+    plan: Plan
+    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+    eager_peak: int  # bytes, predicted; eager's layers are whole
+
+
+def candidates(graph: Graph, *, rounding: bool) -> Iterator[tuple[int, Graph]]:
+    """The graphs that may be planned for a captured one, the exact one first, with the chunks of recurrent layers."""
+    yield 1, with_narrow(graph)
+    chunks, moments = 2, longest(graph) if rounding else 0
+    while moments >= SHORTEST * chunks:
+        yield chunks, with_narrow(cut(graph, chunks))
+        chunks *= 2
+
+
+def choose(
+    graph: Graph,
+    price: Callable[[Graph], Costs],
+    search: Callable[[Graph, Costs, int], Plan],
+    *,
+    rounding: bool,
+) -> Choice:
+    """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
+
+    `search` plans a graph with its costs, given eager's peak in bytes.
+    """
+    best: Choice | None = None
+    failure: BudgetError | None = None
+    eager_peak = 0
+    for chunks, candidate in candidates(graph, rounding=rounding):
+        costs = price(candidate)
+        if chunks == 1:
+            eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
+        if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
+            continue  # slower, even if nothing runs twice
+        try:
+            found = search(candidate, costs, eager_peak)
+        except BudgetError as error:
+            if not rounding:
+                if not _helps(graph, candidate, costs):
+                    raise
+                more = "with rounding=True (--rounding) recurrent layers are cut in time, which needs less"
+                raise BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least) from error
+            failure = min(failure or error, error, key=lambda one: float("inf") if one.least is None else one.least)
+            continue
+        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
+        if found.seconds < limit:
+            best = Choice(candidate, costs, found, chunks, eager_peak)
+        if chunks == 1 and found.seconds <= found.base_seconds:
+            break  # nothing runs twice, and every bit is eager's
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:
+    """Whether a recurrent layer that can be cut is what needs most."""
+    _, op = floor(problem(graph, costs))
+    return op >= 0 and graph.ops[op].target in RECURRENT and longest(captured) >= 2 * SHORTEST
+
+
+def given(
+    plan: Plan | str | os.PathLike[str], graph: Graph, price: Callable[[Graph], Costs], *, rounding: bool
+) -> Choice:
+    """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
+    failure: FileError | None = None
+    for chunks, candidate in candidates(graph, rounding=rounding):
+        if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
+            continue
+        try:
+            found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
+        except FileError as error:
+            failure = failure or error
+            continue
+        costs = price(candidate)
+        whole = candidate if chunks == 1 else with_narrow(graph)
+        eager_peak = simulate(whole, costs if chunks == 1 else price(whole), as_eager(whole)).peak
+        return Choice(candidate, costs, found, chunks, eager_peak)
+    if failure is None:
+        raise UsageError("the plan is one of another step.", hint="plan this step.")
+    if rounding or not longest(graph):
+        raise failure
+    raise FileError(failure.message, hint=f"{failure.hint} A plan with rounding needs it here too.") from failure
 
 
 @dataclass
@@ -39,6 +136,7 @@ class _Fit:
     plan: Plan
     costs: Costs
     eager_peak: int  # bytes, predicted
+    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
     tightened: int = 0  # times
     settled: bool = False  # it stays as it is, also above the budget
 
@@ -57,6 +155,7 @@ class Fitted:
         time_limit: float,
         tell: Tell | None,
         costs: CostsFrom,
+        rounding: bool,
     ) -> None:
         if budget is not None and plan is not None:
             raise UsageError("a plan has its own budget.", hint="give a budget or a plan, not both.")
@@ -65,7 +164,7 @@ class Fitted:
         if isinstance(budget, str):
             read_budget(budget, stays=1, eager_peak=1)  # a wrong one is refused before anything is captured
         self._step, self._model, self._optimizer = step, model, optimizer
-        self._asked, self._time_limit, self._costs = budget, time_limit, costs
+        self._asked, self._time_limit, self._costs, self._rounding = budget, time_limit, costs, rounding
         self._tell: Tell = tell if tell is not None else lambda _: None
         self._bytes: int | None = None  # the budget, once it is known what a part of the step is
         self._fits = [self._make(example, plan)]
@@ -104,6 +203,11 @@ class Fitted:
         return self._fits[0].plan
 
     @property
+    def chunks(self) -> int:
+        """How many calls in time each recurrent layer is cut into, as it last ran; 1 without `rounding`."""
+        return self._fits[0].chunks
+
+    @property
     def program(self) -> Program:
         """The program, as it last ran."""
         return self._fits[0].runner.program
@@ -134,27 +238,32 @@ class Fitted:
         graph = self.captured.graph
         summary = report.summarize(graph, fit.costs, fit.plan, eager_peak=fit.eager_peak)
         measured = report.Measured(self.peak, self.arena_bytes, self.mismatches, len(self._fits))
-        return report.show_fitted(summary, measured)
+        text = report.show_fitted(summary, measured)
+        return text if fit.chunks == 1 else f"{text}\n{ROUNDING} ({fit.chunks} chunks)."
 
-    def _make(self, batch: tuple[Any, ...], given: Plan | str | os.PathLike[str] | None = None) -> _Fit:
+    def _make(self, batch: tuple[Any, ...], plan: Plan | str | os.PathLike[str] | None = None) -> _Fit:
         """Capture, measure and plan the step for batches like this one."""
         captured = capture(self._step, self._model, self._optimizer, batch)
-        captured = replace(captured, graph=with_narrow(captured.graph))
-        graph = captured.graph
-        self._tell(f"captured {len(graph.ordinary)} ops")
-        costs = roofline(graph) if self._costs == "roofline" else self._measure(graph)
-        eager_peak = simulate(graph, costs, as_eager(graph)).peak
-        if given is not None:
-            found = given if isinstance(given, Plan) else Plan.load(given, graph)
-            check(graph, costs, found.program, budget=found.budget)
-            self._bytes = found.budget
+        self._tell(f"captured {len(captured.graph.ordinary)} ops")
+        if plan is not None:
+            chosen = given(plan, captured.graph, self._price, rounding=self._rounding)
+            check(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
+            self._bytes = chosen.plan.budget
         else:
-            budget = self._budget(graph.device, costs.stays(graph), eager_peak)
-            self._tell(f"planning within {report.show_bytes(budget)}")
-            found = plan(graph, costs, budget, time_limit=self._time_limit)
+            chosen = choose(captured.graph, self._price, self._search, rounding=self._rounding)
+        found, costs = chosen.plan, chosen.costs
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._tell(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
-        return _Fit(execute(captured, found.program, costs.nbytes), found, costs, eager_peak)
+        runner = execute(replace(captured, graph=chosen.graph), found.program, costs.nbytes)
+        return _Fit(runner, found, costs, chosen.eager_peak, chosen.chunks)
+
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
+        budget = self._budget(graph.device, costs.stays(graph), eager_peak)
+        self._tell(f"planning within {report.show_bytes(budget)}")
+        return plan(graph, costs, budget, time_limit=self._time_limit)
+
+    def _price(self, graph: Graph) -> Costs:
+        return roofline(graph) if self._costs == "roofline" else self._measure(graph)
 
     def _measure(self, graph: Graph) -> Costs:
         return measure(graph, progress=lambda done, all_: self._tell(f"measured {done} of {all_} distinct ops"))
@@ -222,6 +331,7 @@ def fit(
     time_limit: float = TIME_LIMIT,
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
+    rounding: bool = False,
 ) -> Fitted:
     """Return `step` as a step that does the same arithmetic and never holds more than the budget.
 
@@ -230,5 +340,7 @@ def fit(
     In place of a budget a plan of this step may be given, or the file that it was saved to. `tell` is told, in one line
     each, what happens before the first step and when a batch of another shape is planned. With costs="roofline" the ops
     are not measured but estimated: quicker to fit, but what they hold inside is unknown, and the budget may be missed.
+    Results equal eager's to the bit. With rounding=True they are the same up to rounding: layers of an nn.LSTM may then
+    be cut in time, which lowers the least budget.
     """
-    return Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs)
+    return Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs, rounding)

@@ -21,6 +21,7 @@ from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common
 from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
+from lowtide.fit import choose, given
 from lowtide.graph import Graph
 from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, with_narrow
 from lowtide.plan.planning import Planning
@@ -34,6 +35,8 @@ METHOD += f"{', '.join(METHODS[2:])}."
 EXPLAIN = "Say instead why this value is kept, made again, kept narrow or let go: a number (%123), an op (addmm_5) or "
 EXPLAIN += "a module (layer1.0.conv2)."
 TimeLimit = Annotated[float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for a quicker plan.")]
+ROUNDING = "Allow what gives the same results only up to rounding: layers of an nn.LSTM may be cut in time."
+Rounding = Annotated[bool, typer.Option("--rounding", help=ROUNDING)]
 FromCosts = Annotated[CostsFrom, typer.Option(help="Measure each distinct op here, or only estimate.")]
 
 
@@ -43,6 +46,7 @@ def plan(
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
     method: Annotated[str, typer.Option(metavar="<name>", help=METHOD)] = BEST,
     explain: Annotated[str | None, typer.Option(metavar="<value>", help=EXPLAIN, show_default=False)] = None,
+    rounding: Rounding = False,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
@@ -62,24 +66,33 @@ def plan(
     """Plan a training step within a budget, and show what it costs."""
     _refuse_calls(budget, method, out, force, load)
     built, captured, _ = captured_target(target)
-    graph = with_optional(captured).graph
-    if explain is not None:
-        report.find_values(graph, explain)  # raises where there is none, before anything is measured or planned
-    found = costs_of(graph, costs)
-    eager_peak = simulate(graph, found, as_eager(graph)).peak
+    if explain is not None and not rounding:
+        report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
+
+    plannings: dict[str, Planning] = {}  # graph -> its planning
+
+    def price(graph: Graph) -> Costs:
+        return costs_of(graph, costs)
+
+    def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
+        nbytes = read_budget(budget or "", stays=found.stays(graph), eager_peak=eager_peak)
+        with searching(time_limit) as progress:
+            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
+            plannings[graph.fingerprint] = planning
+            return planning.within(nbytes, method)
+
+    if load is not None:
+        chosen = given(load, captured.graph, price, rounding=rounding)
+    else:
+        chosen = choose(captured.graph, price, search, rounding=rounding)
+    graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None
     if load is not None:
         planned = load_plan(load, graph, found, notes)
-    else:
-        assert budget is not None
-        nbytes = read_budget(budget, stays=found.stays(graph), eager_peak=eager_peak)
-        with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
-            planned = planning.within(nbytes, method)
-        if explain is None:
-            with working("looking for the least feasible budget"):
-                least_feasible = min(planned.peak, planning.least().peak)
+    elif explain is None:
+        with working("looking for the least feasible budget"):
+            least_feasible = min(planned.peak, plannings[graph.fingerprint].least().peak)
     if out is not None:
         planned.save(out, force=force)
     if explain is not None:
@@ -94,6 +107,7 @@ def plan(
                     "optimizer": optimizer_name(built.optimizer),
                     "costs": {"origin": found.origin, "machine": found.machine},
                     "method": None if load is not None else method,
+                    "chunks": chosen.chunks,
                     **summary.to_json(),
                     "out": None if out is None else str(out),
                     "notes": notes,

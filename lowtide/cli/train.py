@@ -21,7 +21,7 @@ from lowtide import allocator
 from lowtide.bench.peaks import storage_bytes
 from lowtide.cli import checkpoint
 from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
-from lowtide.cli.plan import BUDGET, TimeLimit, promised, refuse_early
+from lowtide.cli.plan import BUDGET, Rounding, TimeLimit, promised, refuse_early
 from lowtide.cli.profile import Json, Target, common
 from lowtide.cli.talk import answering, show, show_json, talk, working
 from lowtide.cli.target import Built, build
@@ -46,6 +46,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="How many steps, with those before --resume.")] = 20,
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
     plan: Annotated[Path | None, _file("Train by this saved plan, instead of a budget.")] = None,
+    rounding: Rounding = False,
     time_limit: TimeLimit = TIME_LIMIT,
     eager: Annotated[bool, typer.Option("--eager", help="Train in eager PyTorch instead, to compare.")] = False,
     on: Annotated[
@@ -72,10 +73,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model within a budget, and keep checkpoints."""
-    _refuse_calls(budget, plan, eager, save, every, force, resume)
+    _refuse_calls(budget, plan, eager, rounding, save, every, force, resume)
     session = _start(target, on, seed, steps, resume)
     with _noting(session.notes), allocator.meter() if eager and allocator.available() else nullcontext():
-        step = Eager(session.built) if eager else _fitted(session, budget, plan, time_limit)
+        step = Eager(session.built) if eager else _fitted(session, budget, plan, time_limit, rounding)
         keeper = None
         if save is not None:
             checkpoint.make_room(save)
@@ -96,6 +97,7 @@ def _refuse_calls(
     budget: str | None,
     plan: Path | None,
     eager: bool,
+    rounding: bool,
     save: Path | None,
     every: int | None,
     force: bool,
@@ -108,6 +110,8 @@ def _refuse_calls(
             raise UsageError("a saved plan has its own budget.", hint="pass --plan or --budget, not both.")
     if eager and (budget is not None or plan is not None):
         raise UsageError("eager PyTorch keeps to no budget.", hint="leave out --eager, or --budget and --plan.")
+    if eager and rounding:
+        raise UsageError("eager PyTorch is as it is.", hint="leave out --eager or --rounding.")
     if save is None and (every is not None or force):
         raise UsageError("nothing is saved.", hint="--every and --force go with --save FILE.")
     again = resume is not None and save is not None and save.resolve() == resume.resolve()
@@ -159,13 +163,21 @@ def _start(target: str, on: str | None, seed: int | None, steps: int, resume: Pa
     return session
 
 
-def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit: float) -> Fitted:
+def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit: float, rounding: bool) -> Fitted:
     """The step as a program."""
     step, model, optimizer, example = session.built
     with _telling() as tell:
         try:
             fitted = fit(
-                step, model, optimizer, example=example, budget=budget, plan=plan, time_limit=time_limit, tell=tell
+                step,
+                model,
+                optimizer,
+                example=example,
+                budget=budget,
+                plan=plan,
+                time_limit=time_limit,
+                tell=tell,
+                rounding=rounding,
             )
         except ProgramError as error:
             if plan is None:
@@ -238,7 +250,7 @@ def _as_json(session: Session, step: Eager | Fitted) -> dict[str, Any]:
     else:
         graph = step.captured.graph
         promise = common(stays=step.costs.stays(graph), predicted=_predicted(step), metered=step.peak)
-        promise |= promised(step.plan)
+        promise |= promised(step.plan) | {"chunks": step.chunks}
         notes = [*graph.notes, *session.notes]
     return {
         "target": session.target,
@@ -274,6 +286,8 @@ def _rows(session: Session, step: Eager | Fitted, *, asked: bool) -> Iterator[Ro
     if isinstance(step, Fitted):
         bound, seconds = show_overhead(step.plan.bound), show_seconds(step.plan.planning_seconds)
         yield "overhead", show_overhead(step.plan.overhead), f"predicted; the bound is {bound}"
+        if step.chunks > 1:
+            yield "cut in time", f"{step.chunks} chunks", "of recurrent layers; the same up to rounding"
         if step.plan.budget is not None:
             yield "budget", show_bytes(step.plan.budget), f"{'' if asked else 'what is free; '}planned in {seconds}"
         predicted = _predicted(step)
