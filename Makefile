@@ -39,6 +39,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench fit
 	$(BIN)/lowtide bench limited
 	$(BIN)/lowtide bench steady
+	$(BIN)/lowtide bench classics
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py
