@@ -44,6 +44,11 @@ class Loop:
         self.columns = moments.columns()
         self.stored: dict[int, tuple[Leaves, Tensor | None]] = {}  # with the generator's state
         self.kept: dict[int, Kept] = {}
+        # Whether autograd itself may add up the gradients of what the cell has captured, as it does in the plain loop.
+        self.adds = all(
+            tensor.is_leaf and not tensor._backward_hooks and not tensor._post_accumulate_grad_hooks
+            for tensor in self.captured
+        )
         self.at, self.state = 0, cell.state
         self.outputs: list[Stacked | None] = []
         self.views: list[Sequence[Tensor] | None] = []
@@ -141,10 +146,15 @@ class Loop:
     ) -> tuple[list[Any], list[Gradient], list[Gradient]]:
         """The gradients of the inputs, the first state and the captured tensors."""
         before = self.generator.get() if self.generator is not None else None
+        theirs = [tensor.grad for tensor in self.captured] if self.adds else []
         try:
             self.views = [None if one is None else one.detach().unbind(0) for one in outputs]
+            for tensor in self.captured if self.adds else ():
+                tensor.grad = None
             return self._back([None if one is None else one.unbind(0) for one in gradients], list(last))
         finally:
+            for tensor, gradient in zip(self.captured, theirs, strict=False):
+                tensor.grad = gradient
             if before is not None and self.generator is not None:
                 self.generator.set(before)
 
@@ -173,7 +183,7 @@ class Loop:
                 else:
                     singles[moment * width + place] = gradient
         found = [stack.take() for stack in stacks] if stacks is not None else singles
-        return found, state, totals
+        return found, state, [tensor.grad for tensor in self.captured] if self.adds else totals
 
     def _of_outputs(self, moment: int, gradients: list[Sequence[Tensor] | None]) -> list[Gradient]:
         """For each leaf of the state before a moment the gradient that it gets because it is an output too."""
@@ -233,14 +243,19 @@ class Loop:
         wanted += [leaf for leaf in kept.inputs if leaf.requires_grad]
         middle = len(wanted)
         wanted += self.captured
-        for tensor, total, often in zip(self.captured, totals, self.often, strict=True):
-            if often:
-                root(tensor, total)
+        for place, (tensor, often) in enumerate(zip(self.captured, self.often, strict=True)):
+            if often and self.adds:
+                root(tensor, tensor.grad)
+                tensor.grad = None
+            elif often:
+                root(tensor, totals[place])
         if not wanted or not roots:
             return arrived, [None] * len(kept.inputs)
         found = _engine.run_backward(
-            tuple(roots), tuple(given), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+            tuple(roots), tuple(given), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=self.adds
         )
+        if self.adds:  # right where autograd makes them, so that they need no room of their own
+            found = [leaf.grad for leaf in wanted[:middle]]
         for place, gradient in zip(places, found[:ahead], strict=True):
             arrived[place] = gradient
         rest = iter(found[ahead:middle])

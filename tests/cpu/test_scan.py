@@ -357,6 +357,22 @@ def test_gradients_of_parameters_are_added_up_in_place() -> None:
     assert found < 25 * 200  # 24 blocks for the ops of each cell; sums that were not in place would take four more
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_were_there_before_are_added_to(hooked: bool) -> None:
+    found = []
+    for loop in (plain, lowtide.scan):
+        cell, inputs, state = lstm()
+        calls: list[int] = []
+        if hooked:
+            cell.weight_hh.register_hook(lambda gradient, calls=calls: calls.append(1))
+        options = {} if loop is plain else {"budget": "30%"}
+        for _ in range(2):
+            loop(cell, inputs, state, **options)[0].square().sum().backward()
+        found.append([parameter.grad for parameter in cell.parameters()])
+        assert len(calls) == 2 * hooked
+    assert all(map(torch.equal, *found))
+
+
 def test_nothing_stays_held() -> None:
     case = lstm()
     for backward in (True, False):
