@@ -138,6 +138,7 @@ class _Call:
         begin = self.generator.get()
         try:
             first = self.first()
+            _refuse_hooks(first.captured if first is not None else ())
             plan = None if first is None else self.plan(first, budget)
         except LowtideError:
             self.generator.set(begin)
@@ -178,3 +179,12 @@ def _refuse_autocast() -> None:
             "a scan within a budget can't run under autocast, which casts each parameter once for all moments.",
             hint="cast the cell itself (cell.bfloat16()), or scan without a budget.",
         )
+
+
+def _refuse_hooks(captured: Sequence[Tensor]) -> None:
+    for tensor in captured:
+        if tensor._backward_hooks:
+            raise UsageError(
+                f"a tensor of shape {tuple(tensor.shape)} has a hook, which would see the gradient of every moment.",
+                hint="remove the hook and look at .grad after the backward, or scan without a budget.",
+            )

@@ -45,10 +45,7 @@ class Loop:
         self.stored: dict[int, tuple[Leaves, Tensor | None]] = {}  # with the generator's state
         self.kept: dict[int, Kept] = {}
         # Whether autograd itself may add up the gradients of what the cell has captured, as it does in the plain loop.
-        self.adds = all(
-            tensor.is_leaf and not tensor._backward_hooks and not tensor._post_accumulate_grad_hooks
-            for tensor in self.captured
-        )
+        self.adds = all(tensor.is_leaf and not tensor._post_accumulate_grad_hooks for tensor in self.captured)
         self.at, self.state = 0, cell.state
         self.outputs: list[Stacked | None] = []
         self.views: list[Sequence[Tensor] | None] = []

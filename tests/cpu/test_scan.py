@@ -361,10 +361,10 @@ def test_gradients_of_parameters_are_added_up_in_place() -> None:
 def test_gradients_that_were_there_before_are_added_to(hooked: bool) -> None:
     found = []
     for loop in (plain, lowtide.scan):
-        cell, inputs, state = lstm()
+        cell, inputs, state = lstm()[:3]
         calls: list[int] = []
         if hooked:
-            cell.weight_hh.register_hook(lambda gradient, calls=calls: calls.append(1))
+            cell.weight_hh.register_post_accumulate_grad_hook(lambda tensor, calls=calls: calls.append(1))
         options = {} if loop is plain else {"budget": "30%"}
         for _ in range(2):
             loop(cell, inputs, state, **options)[0].square().sum().backward()
@@ -505,6 +505,14 @@ def test_budgets_that_are_too_small_name_the_least_that_works() -> None:
     lowtide.scan(case.cell, case.inputs, case.state, budget=error.least)
     refused("too few", error=BudgetError, budget=error.least - 1)
     refused("is no budget", budget="much")
+
+
+def test_hooks_on_parameters_are_refused() -> None:
+    case = lstm()
+    case.cell.weight_hh.register_hook(lambda gradient: None)
+    state = torch.get_rng_state()
+    refused("has a hook", case=case)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_wrong_calls_are_refused() -> None:
