@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lowtide import report
+from lowtide.allocator.arena import ArenaError
 from lowtide.budget import free_memory, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
@@ -31,7 +32,8 @@ ROUNDING = "recurrent layers are cut in time; results are the same up to roundin
 SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 FREE = 0.9  # of the memory that is free: the budget where none is given
-TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget
+TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget, or finds less memory
+CRAMPED, SHRINK = 8 * 2**20, 0.03  # bytes, and of the arena: how much less it then asks for, at least
 
 Tell = Callable[[str], None]
 CostsFrom = Literal["measured", "roofline"]
@@ -138,6 +140,7 @@ class _Fit:
     eager_peak: int  # bytes, predicted
     chunks: int  # that recurrent layers are cut into in time; 1: they are whole
     tightened: int = 0  # times
+    cramped: int = 0  # times that there was no memory for its arena
     settled: bool = False  # it stays as it is, also above the budget
 
 
@@ -173,7 +176,7 @@ class Fitted:
         """One training step; returns what the step returns, detached."""
         for fit in self._fits:
             try:
-                result = fit.runner(*batch)
+                result = self._take(fit, batch)
             except StaleError:
                 continue
             if fit is not self._fits[0]:
@@ -183,7 +186,7 @@ class Fitted:
             return result
         self._tell("the batch, or the model, is not as in the steps so far: it is planned now, within the same budget")
         self._fits.insert(0, self._make(batch))
-        result = self._fits[0].runner(*batch)
+        result = self._take(self._fits[0], batch)
         self._hold(self._fits[0])
         return result
 
@@ -278,6 +281,33 @@ class Fitted:
                 self._bytes = stays + int(FREE * free)
         return self._bytes
 
+    def _take(self, fit: _Fit, batch: tuple[Any, ...]) -> Any:
+        """One step; where the system has no memory for its arena, it is planned anew with less, a few times."""
+        while fit.cramped < TIGHTER:
+            fit.runner.insists = True
+            try:
+                return fit.runner(*batch)
+            except ArenaError as error:  # before anything ran
+                less = max(CRAMPED, int(SHRINK * fit.plan.program.arena))
+                none_fits = self._plan_anew(fit, fit.plan.peak - less, fit.costs)
+                fit.cramped = TIGHTER if none_fits else fit.cramped + 1
+                if not none_fits:
+                    warnings.warn(f"{error.message} It is planned anew, with less.", LowtideWarning, stacklevel=3)
+        fit.runner.insists = False
+        return fit.runner(*batch)
+
+    def _plan_anew(self, fit: _Fit, aim: int, costs: Costs) -> str | None:
+        """Plan a step again with another aim, in bytes, or other costs; why not, where nothing fits."""
+        captured = fit.runner.captured
+        try:
+            found = plan(captured.graph, costs, aim, time_limit=self._time_limit)
+        except BudgetError as error:
+            return error.message.splitlines()[0]
+        runner = execute(captured, found.program, costs.nbytes)
+        runner.mismatches = fit.runner.mismatches
+        fit.runner, fit.costs, fit.plan = runner, costs, replace(found, budget=self._bytes)
+        return None
+
     def _hold(self, fit: _Fit) -> None:
         """After a step: where it held more than the budget, or would in the arena, plan anew.
 
@@ -293,19 +323,12 @@ class Fitted:
                 f"{what}; {TIGHTER} tighter plans did not help, and it stays so.", LowtideWarning, stacklevel=3
             )
             return
-        captured = fit.runner.captured
         costs = _corrected(fit.costs, fit.runner.temporaries)
         aim = budget if costs != fit.costs else fit.plan.peak - (most - budget)
-        try:
-            found = plan(captured.graph, costs, aim, time_limit=self._time_limit)
-        except BudgetError as error:
+        if (why := self._plan_anew(fit, aim, costs)) is not None:
             fit.settled = True
-            why = error.message.splitlines()[0]
             warnings.warn(f"{what}, and no tighter plan fits: {why}", LowtideWarning, stacklevel=3)
             return
-        runner = execute(captured, found.program, costs.nbytes)
-        runner.mismatches = fit.runner.mismatches
-        fit.runner, fit.costs, fit.plan = runner, costs, replace(found, budget=budget)
         fit.tightened += 1
         warnings.warn(f"{what}; it is planned anew.", LowtideWarning, stacklevel=3)
 

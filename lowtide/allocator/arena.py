@@ -12,6 +12,7 @@ its `events` are what a tape is made of.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -67,6 +68,8 @@ class Arena:
         library = build.load()
         self.nbytes = nbytes
         self.handle = library.lowtide_arena_map(nbytes)
+        if not self.handle and _give_back():
+            self.handle = library.lowtide_arena_map(nbytes)
         if not self.handle:
             raise ArenaError(
                 f"the system has no {nbytes:,} bytes for the arena of this step.",
@@ -78,6 +81,13 @@ class Arena:
     def blocks(self) -> int:
         """How many tensors are in it."""
         return int(build.load().lowtide_arena_blocks(self.handle)) if self.close.alive else 0
+
+
+def _give_back() -> bool:
+    """Let the heap give the system what nobody uses; whether it gave anything."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc's heap has it
+    gc.collect()
+    return trim is not None and bool(trim(ctypes.c_size_t(0)))
 
 
 class Pool:

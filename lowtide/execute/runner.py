@@ -36,6 +36,7 @@ class Runner:
     def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
         self.captured = captured
         self.program = program
+        self.insists = False  # on its arena: without memory for that it raises an ArenaError, and has run nothing
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
         self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
         self.mismatches = 0  # allocations of all steps that did not follow the plan
@@ -98,7 +99,10 @@ class Runner:
             if self._tape is not None and self.program.arena:
                 try:
                     arena = stack.enter_context(POOL.borrow(self.program.arena))
-                except ArenaError as error:  # what is alive at a time, which is less, may still fit
+                except ArenaError as error:
+                    if self.insists:
+                        raise
+                    # What is alive at a time, which is less, may still fit.
                     _without_arena(error.message, error.hint, metered=True)
                     self._tape = None
             if self._tape is None:

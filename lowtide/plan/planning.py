@@ -28,7 +28,7 @@ from lowtide.simulate import simulate
 
 TIME_LIMIT = 6.0  # seconds of search
 CLOSE = 0.001  # of the step: a plan this near its bound needs no better bound
-CHAINS = ("rockmate", "chen-budget", "gruslys-internal")  # classics that are starts
+CHAINS = ("rockmate", "chen-budget", "gruslys-internal", "revolve")  # classics that are starts
 SMALL = 64  # ops: a graph that may be solved exactly
 STATES = 200_000  # that the exact solver may meet
 ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in use

@@ -22,6 +22,7 @@ from twins import same
 
 import lowtide
 from lowtide import allocator, models
+from lowtide.allocator.arena import POOL, ArenaError
 from lowtide.bench import limited, resident
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, LowtideWarning, UsageError
@@ -348,6 +349,28 @@ def test_without_an_arena_no_more_is_held_at_a_time(monkeypatch: pytest.MonkeyPa
     with allocator.meter() as meter:
         train(*example)
     assert train.costs.stays(train.captured.graph) + meter.peak <= planned.peak
+
+
+def test_where_there_is_no_memory_for_the_arena_it_is_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(budget="90%")
+    twins.both()
+    room, borrow = twins.train.arena_bytes - 1, POOL.borrow
+    POOL.empty()
+
+    def cramped(nbytes: int) -> Any:
+        if nbytes > room:
+            raise ArenaError("there is no memory.")
+        return borrow(nbytes)
+
+    monkeypatch.setattr(POOL, "borrow", cramped)
+    monkeypatch.setattr(fitting, "CRAMPED", 64)
+    with pytest.warns(LowtideWarning, match="there is no memory. It is planned anew, with less"):
+        twins.both()
+    assert 0 < twins.train.arena_bytes <= room
+    twins.both()
+    twins.both()
+    assert twins.train.mismatches == 0
+    assert twins.train.peak <= twins.train.plan.budget
 
 
 # Where the system holds it to its budget, and for long

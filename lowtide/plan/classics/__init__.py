@@ -23,6 +23,7 @@ __all__ = ["CLASSICS", "Classic"]
 STAGES = 200  # of rotor, whose tables grow with the third power
 LEVELS = (120, 50, 30, 16)  # segments, for menus: long segments have the better ones, short ones fit into less
 LARGEST_ALPHA = 8
+LONGEST = 20_000  # segments of what needs no tables
 SLOTS = 128  # in the tables of longer chains
 
 
@@ -103,7 +104,7 @@ CLASSICS: dict[str, Classic] = {
     "revolve": Classic(
         "keep states in slots at binomial distances",
         "Griewank and Walther 2000, Algorithm 799: Revolve",
-        turning(_revolve),
+        turning(_revolve, most=LONGEST),
     ),
     "gruslys-hidden": Classic("keep states in slots", GRUSLYS, turning(_hidden)),
     "gruslys-internal": Classic("keep the internals of steps in slots", GRUSLYS, turning(_internal)),

@@ -44,11 +44,11 @@ def fixed(make: Callable[[Problem, Ints], Ints]) -> Prepare:
     return prepare
 
 
-def turning(knob_of: Callable[[Segments], Knob]) -> Prepare:
-    """A classic with a knob."""
+def turning(knob_of: Callable[[Segments], Knob], *, most: int = FINEST) -> Prepare:
+    """A classic with a knob, for chains of at most so many segments."""
 
     def prepare(problem: Problem, order: Ints) -> Find:
-        chain = segments(problem, order, most=FINEST)
+        chain = segments(problem, order, most=most)
         knob = knob_of(chain)
 
         def make(setting: int) -> Ints | None:
