@@ -18,10 +18,10 @@ from lowtide.errors import CaptureError
 
 def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
     """A fake tensor with the sizes, strides, type and device of a real one."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(fake_mode, meta, tensor.device)
     with fake_mode:
-        fake = torch.empty_strided(
-            tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=tensor.device
-        )
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad:
