@@ -137,7 +137,7 @@ class _Trace:
         self.notes = () if optimizer is None else optimizers.plain_loop_note(optimizer)
         self.options = () if optimizer is None else optimizers.constant_options(optimizer)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake_mode.cache_enabled = False  # torch's own forgets that a call may return one tensor twice
+        self.fake_mode.cache_enabled = False  # `Recall` is ours; torch's made graphs depend on what was there before
         self.origins = Origins(model, optimizer)
         self.recorder = Recorder(self.fake_mode, self.origins, self.device)
 

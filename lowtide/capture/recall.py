@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowtide.capture.stand_in import fake_like
+
 PLAIN = (int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)  # bool is an int
 UNKNOWN = object()  # not a key, and not a result
 
@@ -59,7 +61,7 @@ class Recall:
         recipe = None if key is UNKNOWN else self._recipes.get(key)
         if recipe is not None:
             return self._make(recipe, args)
-        result = func(*args, **kwargs)
+        result = _apart(func(*args, **kwargs), self.fake_mode)
         if key is not UNKNOWN and self.key(func, args, kwargs) == key:  # it has turned none of its arguments
             recipe = _recipe(func, args, kwargs, result)
             if recipe is not None:
@@ -80,6 +82,21 @@ class Recall:
                 storage, offset = args[0].untyped_storage(), args[0].storage_offset() + made.offset
                 meta = torch.empty(0, dtype=made.dtype, device="meta").set_(storage, offset, made.shape, made.stride)
         return FakeTensor(self.fake_mode, meta, made.device)
+
+
+def _apart(result: Any, fake_mode: FakeTensorMode) -> Any:
+    """The results of a call, no tensor twice: for the biases of a recurrent layer's backward torch's formula of sizes
+    returns one tensor, its kernel two.
+    """
+    if not isinstance(result, (list, tuple)) or len({id(item) for item in result}) == len(result):
+        return result
+    seen: set[int] = set()
+    items = []
+    for item in result:
+        again = isinstance(item, FakeTensor) and id(item) in seen
+        items.append(fake_like(item, fake_mode) if again else item)
+        seen.add(id(item))
+    return type(result)(items)
 
 
 def _key(args: Any) -> Any:
