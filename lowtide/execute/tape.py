@@ -172,13 +172,14 @@ class _Arena:
 def _match(arena: _Arena, blocks: list[Block], planned: list[_Planned], at: dict[int, int]) -> list[Block]:
     """Give blocks that stay for a while the offsets of planned ones of their size; return those that should be inside.
 
-    The block that goes first takes the planned one that goes first, of those that do not go before it.
+    The planned one that goes first takes, of the blocks that do not go after it, the one that goes last.
     """
-    left = sorted(planned, key=lambda one: one.gone)
-    for block in sorted(blocks, key=lambda one: one.gone):
-        one = next((one for one in left if one.nbytes == block.nbytes and one.gone >= block.gone), None)
-        if one is not None:
-            left.remove(one)
+    left = list(blocks)
+    for one in sorted(planned, key=lambda one: one.gone):
+        fitting = [block for block in left if block.nbytes == one.nbytes and block.gone <= one.gone]
+        if fitting:
+            block = max(fitting, key=lambda block: block.gone)
+            left.remove(block)
             if arena.free(one.offset, one.offset + block.nbytes):
                 at[block.made] = one.offset
                 arena.put(block, one.offset)

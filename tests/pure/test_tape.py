@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from graphs import Case, lay_out, make_case, make_costs, make_graph, make_program
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lowtide.allocator.arena import Event
@@ -199,6 +199,7 @@ def test_what_comes_almost_as_planned_does_not_meet(size: int, seed: int, part: 
 
 @LONG
 @given(st.integers(1, 10), SEEDS)
+@example(1, 27461)  # of three equal blocks the one in the arena is not the one that goes first
 def test_what_comes_as_planned_goes_where_planned(size: int, seed: int) -> None:
     case, script = make_faithful(size, seed)
     graph, nbytes = case.graph, case.costs.nbytes
