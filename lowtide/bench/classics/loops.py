@@ -140,7 +140,10 @@ def race(given: Setting, loops: Sequence[Loop], *, rounds: int) -> tuple[list[Ta
 
 
 def lstm_loop(small: bool) -> Found:
-    """Run a loop of a thousand moments within parts of what the plain one keeps."""
+    """Run a loop of a thousand moments within parts of what the plain one keeps.
+
+    Wide, and with gradients of the inputs: the narrower the cell, the larger the part of the forward, which runs twice.
+    """
     shares: dict[int, float | None] = {30: None} if small else {**SHARES}
     sizes: dict[str, Any] = (
         {"width": 8, "batch": 4, "length": 40} if small else {"width": 512, "batch": 64, "length": 1000}
