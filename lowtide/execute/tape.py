@@ -55,15 +55,24 @@ def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterab
         at: dict[int, int] = {}  # block, by its first event -> its offset
         lasting = [one for one in planned.get(number, ()) if one.gone > number]
         unused = [one.offset for one in planned.get(number, ()) if one.gone == number]
+        passing = [block for block in blocks if block.gone == number]
+        _leave_out_state(graph, program, number, passing)
         strays += _match(arena, [block for block in blocks if block.gone > number], lasting, at)
-        strays += _squeeze(
-            arena, [block for block in blocks if block.gone == number], blocks, [*spare.get(number, ()), *unused], at
-        )
+        strays += _squeeze(arena, passing, blocks, [*spare.get(number, ()), *unused], at)
         found.nbytes.extend(block.nbytes for block in blocks)
         found.offset.extend(at.get(block.made, OUTSIDE) for block in blocks)
         found.start.append(len(found.nbytes))
         outside += [block for block in blocks if block.made not in at]
     return replace(found, outside=most(outside), strays=len(strays))
+
+
+def _leave_out_state(graph: Graph, program: Program, number: int, passing: list[Block]) -> None:
+    """Take out the state that the generator goes back to after an op that draws again: it is counted outside."""
+    run = program.instructions[number] if number < len(program.instructions) else None
+    if isinstance(run, Run) and run.again and graph.ops[run.op].random:
+        state = next((block for block in passing if block.nbytes == graph.generator_bytes), None)
+        if state is not None:
+            passing.remove(state)
 
 
 def _made(program: Program, events: Iterable[Event]) -> list[list[Block]]:

@@ -38,9 +38,7 @@ def test_every_model_keeps_its_budget_exactly(name: str, budget: str) -> None:
     assert train.plan.peak <= train.plan.budget
     found = metered_peak(train, models.build(target)[3])
     assert found <= train.plan.budget
-    # A state of the generator that is saved while an op draws again may find room in the arena.
-    assert found == pytest.approx(train.plan.peak, rel=0.005, abs=train.captured.graph.generator_bytes)
-    assert found <= 1.005 * train.plan.peak
+    assert found == pytest.approx(train.plan.peak, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["mlp", "unet", "gpt", "bert", "lstm-cell", "hf-gpt2"])
