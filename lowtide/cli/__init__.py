@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli import bench, bench_fit, bench_limited, bench_plan, data
+from lowtide.cli import bench, bench_classics, bench_fit, bench_limited, bench_plan, data
 from lowtide.cli.curve import curve
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
@@ -47,6 +47,7 @@ app.command()(plan)
 app.command()(curve)
 app.command()(train)
 app.command()(models)
+bench.app.command()(bench_classics.classics)
 bench.app.command()(bench_plan.plan)
 bench.app.command()(bench_fit.fit)
 bench.app.command()(bench_limited.limited)

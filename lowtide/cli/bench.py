@@ -204,8 +204,3 @@ def _show(part: Part, markdown: bool, *, first: bool) -> None:
     for row in part.rows:
         if "failure" in row:
             show_text(f"{row['target']} failed: {row['failure']}")
-
-
-from lowtide.cli import bench_classics  # noqa: E402 (it needs what is above)
-
-app.command()(answering(bench_classics.classics))

@@ -14,7 +14,7 @@ from lowtide.bench.classics import CLAIMS, Figure, apart
 from lowtide.bench.classics.drawing import draw
 from lowtide.cli.bench import Markdown, Part, Row, finish
 from lowtide.cli.profile import Json
-from lowtide.cli.talk import show_json, show_text, talk, working
+from lowtide.cli.talk import answering, show_json, show_text, talk, working
 from lowtide.errors import FileError, UsageError
 from lowtide.files import write_atomically
 from lowtide.report import Table, show_seconds
@@ -22,6 +22,7 @@ from lowtide.report import Table, show_seconds
 PLOTTED = "tanh-lengths"
 
 
+@answering
 def classics(
     names: Annotated[
         list[str] | None, typer.Argument(help="Claims to show instead of all.", show_default=False)

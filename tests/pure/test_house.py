@@ -23,7 +23,7 @@ DATA = {"data"}
 DOORS = {"__init__", "fit", "scan", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"native", "plan", "report"}
+WITHOUT_TORCH = NOUNS | {"native", "lossy", "plan", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),
