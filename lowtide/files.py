@@ -49,7 +49,12 @@ def save(path: str | os.PathLike[str], kind: str, payload: Any, *, force: bool =
         raise FileError(f"{path} exists already.", hint="choose another name, or pass force=True (--force).")
     header = {"lowtide": kind, "version": VERSION, "sha256": digest(payload)}
     body = json.dumps(payload, separators=(",", ":"), allow_nan=False)
-    write_atomically(path, json.dumps(header) + "\n" + body + "\n")
+    try:
+        write_atomically(path, json.dumps(header) + "\n" + body + "\n")
+    except OSError as error:
+        raise FileError(
+            f"cannot write {path}: {error.strerror}.", hint="choose a folder that can be written."
+        ) from error
 
 
 def load(path: str | os.PathLike[str], kind: str) -> Any:

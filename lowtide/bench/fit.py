@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Lowtide against one peer, by all of lowtide's cells of the same target."""
+    """Lowtide against one peer, by all of lowtide's cells of the same target or, after a duel, by that one alone."""
 
     target: str
     peer: str
@@ -91,7 +91,7 @@ class Verdict:
     quickest_ratio: float | None  # its time, as a fraction of eager's
     smallest: str | None  # of lowtide's cells that take at most the peer's time
     smallest_own: float | None  # its own part, as a fraction of eager's
-    duel: bool = False  # whether a cell with the peer's peak as its budget raced, too
+    duel: bool = False  # whether a cell with the peer's peak as its budget raced against the peer again
 
     @property
     def faster(self) -> bool:
@@ -146,7 +146,7 @@ def race_target(
                     continue
                 verdict = judge(peer, cells)
                 if duel and not verdict.ok:
-                    verdict, mine = heat.duel(peer, cells)
+                    verdict, mine = heat.duel(peer)
                     cells.append(mine)
                 verdicts.append(verdict)
     return Fit(found, tuple(sorted(cells, key=_place)), tuple(verdicts))
@@ -234,8 +234,11 @@ class _Heat:
             cells.append(replace(cell, missed=missed_bars(cell)))
         return cells
 
-    def duel(self, peer: Cell, cells: Sequence[Cell]) -> tuple[Verdict, Cell]:
-        """Race lowtide, with a byte less than the peer's peak for its budget, against the peer and eager."""
+    def duel(self, peer: Cell) -> tuple[Verdict, Cell]:
+        """Race lowtide, with a byte less than the peer's peak for its budget, against the peer and eager.
+
+        Only this race counts then: the best of several cells of an earlier one would have had more tries.
+        """
         assert peer.metered_peak is not None
         name = f"lowtide for {peer.contestant}"
         mine = self.enter(Contestant(name, "lowtide", budget=peer.metered_peak - 1))
@@ -244,7 +247,7 @@ class _Heat:
             peer = again if again.finished else peer
             if name in self._racers:
                 self._racers.pop(name).end()  # the next one needs its memory
-        return replace(judge(peer, [*cells, mine]), duel=True), mine
+        return replace(judge(peer, [mine]), duel=True), mine
 
 
 def _retired(cell: Cell, error: Retired) -> Cell:

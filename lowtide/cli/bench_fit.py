@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,12 +19,15 @@ from lowtide.cli.bench import Markdown, Part, Row, finish
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, talk
-from lowtide.errors import UsageError
+from lowtide.errors import FileError, UsageError
+from lowtide.files import load, save
+from lowtide.measure import machine
 from lowtide.models import SMALL, catalog
 from lowtide.plan import TIME_LIMIT
 from lowtide.report import Table, show_bytes, show_seconds
 
 LEAST = "least"
+KIND = "races"  # of the file that keeps what was raced
 
 
 @answering
@@ -43,6 +47,15 @@ def fit(
         bool,
         typer.Option("--duel/--no-duel", help="Race lowtide at the peak of each peer that no budget has beaten."),
     ] = True,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="<file>",
+            help="Keep each target's races here; those that are kept already are not run again.",
+            show_default=False,
+        ),
+    ] = None,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
     markdown: Markdown = False,
@@ -51,12 +64,15 @@ def fit(
     percents = _percents(budgets)
     chosen = peers(_words(against))
     names = targets or [SMALL[entry.name] if small else entry.name for entry in catalog()]
+    asked = {"budgets": percents, "peers": [peer.name for peer in chosen], "rounds": rounds, "duel": duel}
+    kept = _Kept(keep, {**asked, "time_limit": time_limit, "machine": machine()})
     surveys: list[Row] = []
-    cells: list[Row] = []
-    verdicts: list[Row] = []
     console = talk()
     with _saying(console) as say:
         for target in names:
+            if target in kept.races:
+                console.print(f"{target}: kept in {keep}", markup=False, soft_wrap=True)
+                continue
             begun = monotonic()
             try:
                 found = fits.race_target(
@@ -71,16 +87,54 @@ def fit(
             except Retired as error:
                 surveys.append({"target": target, "failure": error.message, "ok": False})
                 continue
-            surveys.append({**asdict(found.survey), "ok": True})
-            cells += [{**asdict(cell), "ok": cell.ok} for cell in found.cells]
-            verdicts += [
-                {**asdict(one), "faster": one.faster, "smaller": one.smaller, "ok": one.ok} for one in found.verdicts
-            ]
+            kept.add(target, found)
             seconds = show_seconds(monotonic() - begun)
             reached = ", ".join(f"{cell.contestant} {_glance(asdict(cell))}" for cell in found.cells)
             console.print(f"{target}: raced in {seconds}: {reached}", markup=False, soft_wrap=True)
-    parts = [_cells(cells, percents, chosen), _surveys(surveys)]
-    finish([*parts, _verdicts(verdicts)] if chosen else parts, as_json, markdown)
+    parts = [
+        _cells(kept.rows(names, "rows"), percents, chosen),
+        _surveys([*kept.rows(names, "targets"), *surveys]),
+        _verdicts(kept.rows(names, "peers")),
+    ]
+    finish(parts if chosen else parts[:2], as_json, markdown)
+
+
+class _Kept:
+    """The races of each target, in a file too where one is named: hours of them survive an interrupt."""
+
+    def __init__(self, path: Path | None, asked: dict[str, Any]) -> None:
+        self._path, self._asked = path, asked
+        self.races: dict[str, dict[str, list[Row]]] = {}
+        if path is None:
+            return
+        if not path.exists():
+            self._save()  # fails now if it can't be written, not after the first race
+            return
+        held = load(path, KIND)
+        if differs := [name for name in asked if held["asked"].get(name) != asked[name]]:
+            name = differs[0]
+            raise FileError(
+                f"{path} keeps races with {name} {held['asked'].get(name)}, not {asked[name]}.",
+                hint="race as before, or keep these in another file.",
+            )
+        self.races = held["races"]
+
+    def add(self, target: str, found: fits.Fit) -> None:
+        self.races[target] = {
+            "targets": [{**asdict(found.survey), "ok": True}],
+            "rows": [{**asdict(cell), "ok": cell.ok} for cell in found.cells],
+            "peers": [
+                {**asdict(one), "faster": one.faster, "smaller": one.smaller, "ok": one.ok} for one in found.verdicts
+            ],
+        }
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is not None:
+            save(self._path, KIND, {"asked": self._asked, "races": self.races}, force=True)
+
+    def rows(self, targets: Sequence[str], key: str) -> list[Row]:
+        return [row for target in targets for row in self.races.get(target, {}).get(key, [])]
 
 
 def _percents(text: str) -> list[float]:

@@ -361,6 +361,33 @@ def test_a_person_reads_tables_and_reasons(one_thread: None) -> None:
     assert "no-such-model failed: there is no built-in model" in result.stdout
 
 
+def test_races_that_are_kept_are_not_run_again(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "races"
+    call = (MLP, "--budgets", "least", "--peers", "none", "--time-limit", "0", "--json", "--keep", str(kept))
+    first = run(*call, "--rounds", "1")
+    assert first.exit_code == 0, first.output
+
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("raced again")
+
+    monkeypatch.setattr("lowtide.bench.fit.race_target", again)
+    second = run(*call, "--rounds", "1")
+    assert second.exit_code == 0, second.output
+    assert json.loads(second.stdout)["rows"] == json.loads(first.stdout)["rows"]
+    assert json.loads(second.stdout)["targets"] == json.loads(first.stdout)["targets"]
+
+    before = kept.read_bytes()
+    other = run(*call, "--rounds", "2")
+    assert other.exit_code == 1
+    assert "keeps races with rounds 1, not 2" in other.stderr
+    assert kept.read_bytes() == before
+    nowhere = run(*call[:-1], str(kept / "inside"), "--rounds", "1")
+    assert nowhere.exit_code == 1
+    assert str(kept / "inside") in nowhere.stderr
+
+
 @pytest.mark.parametrize("call", [("--budgets", "half"), ("--budgets", "0"), ("--budgets", "-5"), ("--peers", "jax")])
 def test_a_wrong_call_is_refused_before_anything_is_built(call: tuple[str, str]) -> None:
     result = run("no-such-model", *call)

@@ -90,6 +90,14 @@ def test_makes_the_folder(tmp_path: Path, kind: str) -> None:
     LOADERS[kind](path)
 
 
+@kinds
+def test_a_place_that_can_not_be_written(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(FileError, match=r"cannot write .*file/inside"):
+        SAVERS[kind](tmp_path / "file" / "inside")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "file"
     CASE.graph.save(path)
