@@ -26,6 +26,7 @@ from lowtide.plan import as_eager, keep_everything, plan
 from lowtide.program import Copy, Free, Plan, Program, Run, Wait
 from lowtide.scan import ScanPlan, scan, scan_plan
 from lowtide.simulate import Simulation, simulate
+from lowtide.wrap import Wrapped, wrap
 
 __all__ = [
     "BatchError",
@@ -50,6 +51,7 @@ __all__ = [
     "StepError",
     "UsageError",
     "Wait",
+    "Wrapped",
     "as_eager",
     "capture",
     "check",
@@ -63,4 +65,5 @@ __all__ = [
     "scan",
     "scan_plan",
     "simulate",
+    "wrap",
 ]

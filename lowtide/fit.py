@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -246,7 +246,7 @@ class Fitted:
 
     def _make(self, batch: tuple[Any, ...], plan: Plan | str | os.PathLike[str] | None = None) -> _Fit:
         """Capture, measure and plan the step for batches like this one."""
-        captured = capture(self._step, self._model, self._optimizer, batch)
+        captured = self._capture(batch)
         self._tell(f"captured {len(captured.graph.ordinary)} ops")
         if plan is not None:
             chosen = given(plan, captured.graph, self._price, rounding=self._rounding)
@@ -257,8 +257,14 @@ class Fitted:
         found, costs = chosen.plan, chosen.costs
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._tell(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
-        runner = execute(replace(captured, graph=chosen.graph), found.program, costs.nbytes)
+        runner = self._execute(replace(captured, graph=chosen.graph), found.program, costs.nbytes)
         return _Fit(runner, found, costs, chosen.eager_peak, chosen.chunks)
+
+    def _capture(self, batch: tuple[Any, ...]) -> Captured:
+        return capture(self._step, self._model, self._optimizer, batch)
+
+    def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Runner:
+        return execute(captured, program, nbytes)
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
         budget = self._budget(graph.device, costs.stays(graph), eager_peak)
@@ -303,7 +309,7 @@ class Fitted:
             found = plan(captured.graph, costs, aim, time_limit=self._time_limit)
         except BudgetError as error:
             return error.message.splitlines()[0]
-        runner = execute(captured, found.program, costs.nbytes)
+        runner = self._execute(captured, found.program, costs.nbytes)
         runner.mismatches = fit.runner.mismatches
         fit.runner, fit.costs, fit.plan = runner, costs, replace(found, budget=self._bytes)
         return None

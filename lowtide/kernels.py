@@ -13,6 +13,21 @@ from lowtide.errors import ProgramError
 OPERATORS = frozenset({"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos", "abs"})
 FAMILIES = frozenset({"dtype", "layout", "memory_format"})
 
+# Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
+# writes to a mark, so it runs once; it counts as random, so that all draws before it stay before it; and what it reads
+# besides, buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
+TURN = "lowtide.turn.default"
+_LIBRARY = torch.library.Library("lowtide", "DEF")
+_LIBRARY.define(
+    "turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@torch.library.register_fake("lowtide::turn", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def turn(mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of the outputs, as far as their sizes go."""
+    return [torch.empty_like(output) for output in outputs]
+
 
 def overload(target: str) -> Any:
     """The overload of torch.ops that a target names, such as `aten.mm.default`."""

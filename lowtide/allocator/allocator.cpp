@@ -320,6 +320,19 @@ const int at_fork = pthread_atfork(&lock_before_fork, &unlock_after_fork, &unloc
 
 using Guard = std::lock_guard<std::mutex>;
 
+// Takes a step out of those of this thread and returns it; null where it is not among them.
+Step* take_out(int64_t number) {
+  Step** link = &stepping;
+  while (*link != nullptr && (*link)->number != number) {
+    link = &(*link)->outer;
+  }
+  Step* step = *link;
+  if (step != nullptr) {
+    *link = step->outer;
+  }
+  return step;
+}
+
 void write(const Meter& meter, int64_t* counters) {
   counters[0] = meter.current;
   counters[1] = meter.peak;
@@ -437,17 +450,25 @@ int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const
 
 // Ends this step of this thread and returns it, for lowtide_step_take; null where it has ended already.
 Step* lowtide_step_end(int64_t number) {
-  Step** link = &stepping;
-  while (*link != nullptr && (*link)->number != number) {
-    link = &(*link)->outer;
-  }
-  Step* step = *link;
+  Step* step = take_out(number);
   if (step != nullptr) {
-    *link = step->outer;
     Guard guard(ledger().lock);
     installation.leave();
   }
   return step;
+}
+
+// Takes this step from this thread, for lowtide_step_resume; null where it has ended already. What is allocated before
+// it goes on is not the step's.
+Step* lowtide_step_pause(int64_t number) {
+  return take_out(number);
+}
+
+// This thread goes on with a step that was paused, and that has so many more bytes now.
+void lowtide_step_resume(Step* step, int64_t nbytes) {
+  step->outer = stepping;
+  step->given(nbytes);
+  stepping = step;
 }
 
 // Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, and

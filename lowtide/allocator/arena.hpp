@@ -188,9 +188,13 @@ class Step {
     return place;
   }
 
-  void made(int64_t block, int64_t nbytes) {
+  void given(int64_t nbytes) {
     outside_ += nbytes;
     most_outside_ = std::max(most_outside_, outside_);
+  }
+
+  void made(int64_t block, int64_t nbytes) {
+    given(nbytes);
     note(kMade, block, nbytes);
   }
 

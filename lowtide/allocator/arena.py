@@ -173,6 +173,7 @@ class Stepping:
         self.step = Step()
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
+        self._paused: int | None = None  # the step, while no thread has it
 
     def __enter__(self) -> Step:
         cursor, tape, arena = self._used
@@ -188,8 +189,19 @@ class Stepping:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def pause(self) -> None:
+        """What the thread allocates from here on, until the step goes on, is not the step's."""
+        self._paused = build.load().lowtide_step_pause(self._number)
+
+    def resume(self, nbytes: int = 0) -> None:
+        """Go on with the step, maybe in another thread; it has so many more bytes now, which others made."""
+        paused, self._paused = self._paused, None
+        if paused:
+            build.load().lowtide_step_resume(paused, nbytes)
+
     def end(self) -> None:
         """End the step if it runs; where an interruption may come between, call this after the `with` as well."""
+        self.resume()
         library = build.load()
         handle = library.lowtide_step_end(self._number)
         if not handle:

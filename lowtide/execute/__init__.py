@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.execute.binding import StaleError
+from lowtide.execute.halves import Half, Halves
 from lowtide.execute.runner import Runner, execute
 
-__all__ = ["Runner", "StaleError", "execute"]
+__all__ = ["Half", "Halves", "Runner", "StaleError", "execute"]

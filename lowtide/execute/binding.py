@@ -127,6 +127,9 @@ class Binding:
                     f"{name} is {found}, the step was captured with {expected}.",
                     hint="pad or drop the odd batch (drop_last=True), or capture the step for this one too.",
                 )
+            if leaf.requires_grad != expected.requires_grad:
+                does = "requires" if leaf.requires_grad else "does not require"
+                raise StaleError(f"{name} {does} a gradient, otherwise than when the step was captured.")
             if tuple(leaf.stride()) != expected.stride and leaf.numel() > 1:
                 raise StaleError(
                     f"{name} has strides {tuple(leaf.stride())}, the step was captured with {expected.stride}.",

@@ -13,7 +13,7 @@ import torch
 
 from lowtide import allocator
 from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import POOL, ArenaError, Step, Tape, stepping
+from lowtide.allocator.arena import POOL, ArenaError, Step, Stepping, Tape, stepping
 from lowtide.captured import Captured
 from lowtide.errors import LowtideWarning
 from lowtide.execute.binding import Binding
@@ -61,69 +61,70 @@ class Runner:
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
-        leaves = self._binding.check(batch)
-        self.captured.prepare()
-        inputs = self._binding.inputs(leaves)
-        generator = torch.default_generator
+        inputs = self._inputs(batch)
+        before = self._cursor[0] = len(self.program.instructions)
         self._state = None
-        self._cursor[0] = before = len(self.program.instructions)
+        stack = ExitStack()
         try:
-            outputs, step = self._step(inputs, generator)
+            with stack:
+                context = self._arrange(stack, self._cursor)
+                with torch._C._AutoDispatchBelowAutograd():
+                    outputs = self._begin(inputs, stack, self._cursor)
             result = self._binding.leave(outputs)
         except BaseException as error:
+            stack.close()  # an interruption may come before the `with` does it
             inputs.clear()
             let_go(error)
             reached = self._cursor[0] if self._cursor[0] < before else -1
             failed(self.captured.graph, self.program, reached, error, self._state)
             raise
-        if step is not None:
-            self._learn(step)
+        if context is not None:
+            self._learn(context.step)
         return result
 
     def _arranged(self) -> bool:
         return self.captured.graph.device == "cpu" and _missing() is None
 
-    def _step(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step | None]:
-        """Run the program, in the arena if there can be one."""
-        if self._arranged():
-            try:
-                return self._arrange(inputs, generator)
-            except AllocatorUnavailable as error:  # before anything ran
-                _without_arena(error.message, error.hint)
-        return self._run(inputs, generator), None
+    def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
+        """What the program is given, if it fits this batch and the model."""
+        leaves = self._binding.check(batch)
+        self.captured.prepare()
+        return self._binding.inputs(leaves)
 
-    def _arrange(self, inputs: list[Any], generator: torch.Generator) -> tuple[list[Any], Step]:
-        """Run the program, and let what this thread allocates go where it is planned."""
-        with ExitStack() as stack:
-            arena = None
-            if self._tape is not None and self.program.arena:
-                try:
-                    arena = stack.enter_context(POOL.borrow(self.program.arena))
-                except ArenaError as error:
-                    if self.insists:
-                        raise
-                    # What is alive at a time, which is less, may still fit.
-                    _without_arena(error.message, error.hint, metered=True)
-                    self._tape = None
-            if self._tape is None:
-                POOL.empty()  # a step that learns needs the memory
-            context = stepping(self._cursor, self._tape, arena)
+    def _arrange(self, stack: ExitStack, cursor: array[int]) -> Stepping | None:
+        """Let what this thread allocates go where it is planned, until the stack ends; None where that can't be."""
+        if not self._arranged():
+            return None
+        arena = None
+        if self._tape is not None and self.program.arena:
             try:
-                with context as step:
-                    return self._run(inputs, generator), step
-            finally:
-                context.end()
+                arena = stack.enter_context(POOL.borrow(self.program.arena))
+            except ArenaError as error:
+                if self.insists:
+                    raise
+                # What is alive at a time, which is less, may still fit.
+                _without_arena(error.message, error.hint, metered=True)
+                self._tape = None
+        if self._tape is None:
+            POOL.empty()  # a step that learns needs the memory
+        context = stepping(cursor, self._tape, arena)
+        stack.callback(context.end)  # an interruption may come before the next line is done
+        try:
+            stack.enter_context(context)
+        except AllocatorUnavailable as error:
+            _without_arena(error.message, error.hint)
+            return None
+        return context
 
-    def _run(self, inputs: list[Any], generator: torch.Generator) -> list[Any]:
+    def _begin(self, inputs: list[Any], stack: ExitStack, cursor: array[int]) -> Any:
+        """Call the program."""
+        generator = torch.default_generator
         if self.captured.graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = Places(self.captured.graph.device)
-        try:
-            self._binding.take_gradients()
-            with torch._C._AutoDispatchBelowAutograd():
-                return self._function(inputs, generator, stored, self._cursor)
-        finally:
-            stored.close()
+        stack.callback(stored.close)
+        self._binding.take_gradients()
+        return self._function(inputs, generator, stored, cursor)
 
     def _learn(self, step: Step) -> None:
         """After a step: note its peak, or make the tape of what it allocated."""

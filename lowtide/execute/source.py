@@ -1,7 +1,7 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed.
+to know how far a step came that failed. A step with a turn is a generator, which yields there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowtide.program import Copy, Free, Program, Run, Wait
 FILE = "<lowtide program>"  # as which tracebacks name it
 
 
-def generate(graph: Graph, program: Program) -> tuple[Callable[..., list[Any]], str]:
+def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
     """The function that runs the program on a list of inputs, and its source."""
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
@@ -98,14 +98,14 @@ class _Writer:
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = self.constant(kernels.kernel(op.target))
+        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target))
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
             overload, out = found or _no_overwriter(op)
             target, results = self.constant(overload._op), ""
             arguments += [] if out is None else [f"{out}={onto.name}"]
-        call = f"{target}({', '.join(arguments)})"
+        call = f"{target}({', '.join(arguments)})" if target else f"yield {arguments[1]} + {arguments[2]}"
         self.draw(instruction, f"{results} = {call}" if results else call)
         if "_" in results.replace(",", " ").split():
             self.emit("del _")

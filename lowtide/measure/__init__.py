@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lowtide import allocator, files
+from lowtide import allocator, files, kernels
 from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.graph import Graph
@@ -33,7 +33,7 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
     specimens: dict[str, dict[str, Any]] = {}
     keys: list[str | None] = []
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator."):
+        if op.target.startswith("operator.") or op.target == kernels.TURN:
             keys.append(None)
             continue
         cut = specimen(graph, index)

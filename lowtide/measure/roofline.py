@@ -33,7 +33,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
     shapes = _Shapes(graph)
     seconds, in_place = [], []
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator."):
+        if op.target.startswith("operator.") or op.target == kernels.TURN:
             seconds.append(LAUNCH)
         else:
             moved = shapes.traffic(index)

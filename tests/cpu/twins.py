@@ -54,12 +54,18 @@ def assert_exact(
     change: Callable[[lowtide.Graph], lowtide.Graph] | None = None,
     program: Callable[[lowtide.Graph], lowtide.Program] | None = None,
     budget: int | str | None = None,
+    make: Callable[..., Any] | None = None,
 ) -> Any:
-    """Train twice, with and without lowtide, and compare everything after every step; return the fitted step."""
+    """Train twice, with and without lowtide, and compare everything after every step; return the fitted step.
+
+    `make` makes of what the recipe returns what takes the steps; otherwise `fit` does, or a program for the graph.
+    """
     step, model, optimizer, example = recipe()
     mirrored_step, mirror, mirrored_optimizer, _ = recipe()
-    if program is None:
-        train: Any = lowtide.fit(
+    if make is not None:
+        train: Any = make(mirrored_step, mirror, mirrored_optimizer, example)
+    elif program is None:
+        train = lowtide.fit(
             mirrored_step,
             mirror,
             mirrored_optimizer,

@@ -1,0 +1,137 @@
+"""A step with a turn in two halves: it runs up to there, the caller's code goes on, and comes back for the rest."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lowtide import kernels
+from lowtide.captured import Captured
+from lowtide.errors import BatchError, UsageError
+from lowtide.execute.binding import StaleError
+from lowtide.execute.failure import failed, let_go
+from lowtide.execute.runner import Runner
+from lowtide.graph import Graph
+from lowtide.program import Program, Run
+
+
+class Halves(Runner):
+    """A captured step with a turn: call it with a batch for its first half."""
+
+    def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
+        super().__init__(captured, program, nbytes)
+        graph = captured.graph
+        turn = next(op for op in graph.ops if op.target == kernels.TURN)
+        self.given = [graph.values[value].stride for value in turn.outputs if value is not None]
+        self.inputs_again, self.outputs_again = _read_after_turn(graph, program)
+
+    def __call__(self, *batch: Any) -> Half:
+        """The first half of a step on this batch."""
+        return Half(self, batch)
+
+    def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
+        try:
+            return super()._inputs(batch)
+        except BatchError as error:  # a model may be called in several ways
+            raise StaleError(error.message, hint=error.hint) from error
+
+
+class Half:
+    """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
+
+    def __init__(self, runner: Halves, batch: tuple[Any, ...]) -> None:
+        self.captured = runner.captured
+        self.outputs: list[Any] = []  # what the step hands over
+        self._runner = runner
+        self._stack = ExitStack()
+        self._program: Generator[list[Any], list[Any], list[Any]] | None = None
+        self._before = len(runner.program.instructions)
+        self._cursor = array("q", [self._before])
+        inputs = runner._inputs(batch)
+        needed = [(name, inputs[place]) for place, name in runner.inputs_again]
+        try:
+            self._context = runner._arrange(self._stack, self._cursor)
+            self._program = runner._begin(inputs, self._stack, self._cursor)
+            with torch._C._AutoDispatchBelowAutograd():
+                self.outputs = next(self._program)
+            if self._context is not None:
+                self._context.pause()
+        except BaseException as error:
+            inputs.clear()
+            self._failed(error, runner._state)
+            raise
+        needed += [("an output of the model", self.outputs[place]) for place in runner.outputs_again]
+        self._needed = [(name, tensor, tensor._version) for name, tensor in needed]
+
+    def finish(self, given: Sequence[torch.Tensor]) -> Any:
+        """The second half, with what the caller's code came back with; returns what the step returns."""
+        if self._program is None:
+            raise UsageError(
+                "this step has had its backward already, or failed.",
+                hint="what it held is gone: run the forward again. retain_graph does not keep it.",
+            )
+        self._unchanged()
+        found = [_strided(tensor, stride) for tensor, stride in zip(given, self._runner.given, strict=True)]
+        if self._context is not None:
+            self._context.resume(sum(tensor.nbytes for tensor in found))
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                self._program.send(found)
+        except StopIteration as end:
+            result = self._runner._binding.leave(end.value)
+        except BaseException as error:
+            self._failed(error, None)
+            raise
+        self.close()
+        if self._context is not None:
+            self._runner._learn(self._context.step)
+        return result
+
+    def close(self) -> None:
+        """Let go of all that it holds."""
+        program, self._program = self._program, None
+        if program is not None:
+            program.close()
+        self._stack.close()
+        self.outputs = []
+        self._needed = []
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _unchanged(self) -> None:
+        """What the second half reads must be what the first half read, as autograd demands it, too."""
+        for name, tensor, version in self._needed:
+            if tensor._version != version:
+                raise UsageError(
+                    f"{name} was changed in place between forward and backward, which needs it as it was.",
+                    hint="make a new tensor instead (y = y + 1), or change it after backward().",
+                )
+
+    def _failed(self, error: BaseException, state: bytes | None) -> None:
+        let_go(error)
+        self.close()
+        reached = self._cursor[0] if self._cursor[0] < self._before else -1
+        failed(self.captured.graph, self._runner.program, reached, error, state)
+
+
+def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides, as it was planned."""
+    if tuple(tensor.stride()) == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _read_after_turn(graph: Graph, program: Program) -> tuple[list[tuple[int, str]], list[int]]:
+    """Which inputs, by place and name, and which of what is handed over an instruction after the turn reads."""
+    runs = [instruction for instruction in program.instructions if isinstance(instruction, Run)]
+    place = next(number for number, run in enumerate(runs) if graph.ops[run.op].target == kernels.TURN)
+    read = {value for run in runs[place + 1 :] for value in graph.reads_of(run.op, again=run.again)}
+    inputs = [(number, graph.values[item.value]) for number, item in enumerate(graph.inputs) if item.value in read]
+    _, *handed = graph.ops[runs[place].op].arguments()  # the first is the mark
+    named = [(number, repr(value.name)) for number, value in inputs if value.kind != "scalar"]
+    return named, [number for number, item in enumerate(handed) if item.value in read]

@@ -1,0 +1,171 @@
+"""The side door: a model in, one out that runs its forward and backward within a budget, in the caller's own loop.
+
+The planned step is the model's forward, a *turn* at which the caller's code goes on with the outputs, and the backward
+with the gradients that it comes back with. To autograd all of it is one function.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import tree
+from lowtide.capture import capture
+from lowtide.captured import Captured
+from lowtide.errors import CaptureError, UsageError
+from lowtide.execute import Half, Halves
+from lowtide.fit import CostsFrom, Fitted, Tell
+from lowtide.plan import TIME_LIMIT
+from lowtide.program import Plan, Program
+
+
+def wrap(
+    model: torch.nn.Module,
+    *,
+    example: tuple[Any, ...] | Mapping[str, Any],
+    budget: int | str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    time_limit: float = TIME_LIMIT,
+    tell: Tell | None = None,
+    costs: CostsFrom = "measured",
+) -> Wrapped:
+    """Return `model` as one that gives the same outputs and gradients, and never holds more than the budget.
+
+    Call it where the model was called, `net(x)`; `loss.backward()`, the optimizer and all else stay as they are. The
+    budget counts what the model has and makes from `net(x)` to the end of `backward()`: parameters, buffers, inputs,
+    outputs, gradients and all between; not what the loop itself makes, such as the loss and the optimizer's state.
+    `example` are the arguments of one call, a mapping if they have names; other arguments are planned when they come,
+    within the same budget. Everything else is as in `fit`.
+    """
+    return Wrapped(model, example, budget, plan, time_limit, tell, costs)
+
+
+class Wrapped(Fitted):
+    """A model whose forward and backward run by a program; what it does not have itself is the model's."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        example: tuple[Any, ...] | Mapping[str, Any],
+        budget: int | str | None,
+        plan: Plan | str | os.PathLike[str] | None,
+        time_limit: float,
+        tell: Tell | None,
+        costs: CostsFrom,
+    ) -> None:
+        if not isinstance(example, tuple | Mapping):
+            raise UsageError(
+                f"example is a {type(example).__name__}, not a tuple or a mapping.",
+                hint='write example=(x,) for net(x), and example={"x": x} for net(x=x).',
+            )
+        _refuse_autocast()
+        batch = _detached((example, {}) if isinstance(example, tuple) else ((), dict(example)))
+        super().__init__(_Whole, model, None, batch, budget, plan, time_limit, tell, costs, rounding=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model makes of these arguments; under `torch.no_grad()` the model itself does it."""
+        if not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        _refuse_autocast()
+        half: Half = super().__call__(*_detached((args, kwargs)))
+        ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
+        sources = [*_trained(self._model), *(leaf for leaf in _leaves((args, kwargs)) if leaf.requires_grad)]
+        roots = _Turn.apply(half, ends.roots, *sources)  # type: ignore[no-untyped-call]
+        return ends.build([*roots, *half.outputs[len(roots) :]])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def _capture(self, batch: tuple[Any, ...]) -> Captured:
+        captured = capture(self._step(), self._model, None, batch)
+        return replace(captured, gradients={}, trained=())  # gradients are autograd's business
+
+    def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:
+        return Halves(captured, program, nbytes)
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What a model returns: its tensors, those with a history first, and where they go."""
+
+    roots: int  # how many have a history
+    structure: tree.Tree
+    leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's result with these tensors."""
+        return self.structure.build([leaf[0] if isinstance(leaf, tuple) else tensors[leaf] for leaf in self.leaves])
+
+
+class _Whole:
+    """The step that is planned: forward, turn, backward."""
+
+    def __init__(self) -> None:
+        self.ends: _Ends | None = None  # known after it was traced
+        self._mark = torch.zeros(1)  # what the turn writes to
+
+    def __call__(self, model: torch.nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = model(*args, **kwargs)
+        leaves, structure = tree.flatten(result)
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        roots = [leaf for leaf in tensors.values() if leaf.requires_grad]
+        if not roots:
+            raise CaptureError(
+                "nothing that the model returns requires a gradient.",
+                hint="return tensors, in tuples, lists, dicts or dataclasses, and leave some parameter unfrozen.",
+            )
+        others = [leaf for leaf in tensors.values() if not leaf.requires_grad]
+        order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
+        self.ends = _Ends(len(roots), structure, tuple(order.get(id(leaf), (leaf,)) for leaf in leaves))
+        with torch.no_grad():
+            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
+        sources = [*_trained(model), *(leaf for leaf in _leaves((args, kwargs)) if leaf.requires_grad)]
+        gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
+        return roots, others, gradients, given
+
+
+class _Turn(torch.autograd.Function):
+    """A step in halves, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, half: Half, roots: int, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.half = half
+        # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
+        return tuple(output.detach() for output in half.outputs[:roots])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        _, _, gradients, _ = ctx.half.finish(given)
+        return None, None, *gradients
+
+
+def _trained(model: torch.nn.Module) -> list[Tensor]:
+    """The parameters that have gradients, each once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def _detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The batch without its history."""
+    leaves, structure = tree.flatten(batch)
+    parts = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tuple(structure.build(parts))
+
+
+def _refuse_autocast() -> None:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UsageError(
+            "the model is called under torch.autocast, which a wrapped model can't follow.",
+            hint="put the autocast into the model's forward, or give the whole step to lowtide.fit.",
+        )

@@ -1,0 +1,295 @@
+"""A wrapped model in the caller's own loop: the same numbers to the bit, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from twins import assert_exact, assert_same, everything, same
+
+import lowtide
+from lowtide import models
+from lowtide.allocator.arena import POOL
+
+QUICK = 0.3  # seconds of planning
+
+
+class Calls:
+    """A model that remembers how it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.example: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.example = kwargs or args
+        return self.model(*args, **kwargs)
+
+
+def wrapping(
+    budget: str | None, step: Callable[..., Any], model: nn.Module, optimizer: Any, example: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """The step with a wrapped model in place of its model."""
+    spy = Calls(copy.deepcopy(model))
+    with torch.random.fork_rng():
+        step(spy, torch.optim.SGD(spy.model.parameters(), lr=0.0), *example)
+    net = lowtide.wrap(model, example=spy.example, budget=budget, time_limit=QUICK)
+
+    def train(*batch: Any) -> Any:
+        return step(net, optimizer, *batch)
+
+    train.net = net  # type: ignore[attr-defined]
+    return train
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", models.SMALL)
+def test_every_model_is_exact(name: str, optimizer: str) -> None:
+    train = assert_exact(
+        lambda: models.build(f"{models.SMALL[name]},optimizer={optimizer}"), make=partial(wrapping, None)
+    )
+    assert train.net.mismatches == 0
+    assert train.net.peak <= train.net.plan.budget
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt", "hf-bert", "lstm-cell"])
+def test_tight_budgets_are_exact_and_kept(name: str) -> None:
+    def make(*built: Any) -> Any:
+        spy = wrapping(None, *built).net  # type: ignore[attr-defined]
+        least = spy.plan.peak
+        for part in (90, 70, 50):
+            try:
+                found = wrapping(f"{part}%", *built)
+            except lowtide.BudgetError:
+                break
+            least = min(least, found.net.plan.peak)  # type: ignore[attr-defined]
+        return wrapping(str(least), *built)
+
+    train = assert_exact(lambda: models.build(models.SMALL[name]), make=make)
+    net = train.net
+    assert net.mismatches == 0
+    assert net.peak <= net.plan.budget
+    assert net.peak == pytest.approx(net.plan.peak, rel=0.005)
+
+
+class Noisy(nn.Module):
+    """Draws, has statistics, and returns more than one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        return {"out": self.second(hidden) * scale, "hidden": hidden, "counts": (hidden > 0).sum(), "name": "noisy"}
+
+
+def noisy() -> tuple[nn.Module, nn.Module, Tensor]:
+    """Two equal ones, and an input."""
+    torch.manual_seed(0)
+    model = Noisy()
+    return model, copy.deepcopy(model), torch.randn(6, 8)
+
+
+def wrap(model: nn.Module, *example: Any, budget: str | None = None) -> lowtide.Wrapped:
+    return lowtide.wrap(model, example=example, budget=budget, time_limit=QUICK)
+
+
+def grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_draws_of_the_loop_come_between_the_halves() -> None:
+    model, mirror, x = noisy()
+    net = wrap(mirror, x)
+    states = []
+    for one in (model, net):
+        torch.manual_seed(1)
+        for _ in range(4):
+            found = one(x)
+            loss = F.dropout(found["out"], 0.5).square().sum() + F.dropout(found["hidden"], 0.2).sum()
+            loss.backward()
+        states.append((loss.detach(), torch.get_rng_state(), found["counts"], found["name"]))
+    assert all(same(a, b) for a, b in zip(*states, strict=True))
+    assert_same(everything(model, None), everything(mirror, None))  # gradients of four steps, summed
+
+
+def test_an_output_that_the_loss_leaves_out() -> None:
+    model, mirror, x = noisy()
+    net = wrap(mirror, x)
+    for one in (model, net):
+        torch.manual_seed(1)
+        one(x)["out"].sum().backward()
+    assert_same(everything(model, None), everything(mirror, None))
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model, mirror, x = noisy()
+    net = wrap(mirror, x)
+    for one in (model, net):
+        torch.manual_seed(1)
+        for _ in range(3):
+            real, fake = one(x), one(x + 1)
+            (real["out"].square().sum() + fake["out"].abs().sum()).backward()
+    assert_same(everything(model, None), everything(mirror, None))
+    assert net.mismatches == 0
+
+
+def test_a_part_of_a_larger_model() -> None:
+    model, mirror, x = noisy()
+    before = nn.Linear(8, 8)
+    other = copy.deepcopy(before)
+    net = wrap(mirror, before(x))
+    for first, second in ((before, model), (other, net)):
+        torch.manual_seed(1)
+        for _ in range(3):
+            second(first(x))["out"].square().sum().backward()
+    assert_same(grads(before), grads(other))
+    assert_same(everything(model, None), everything(mirror, None))
+
+
+def test_inputs_get_their_gradients() -> None:
+    model, mirror, x = noisy()
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    net = wrap(mirror, x)  # planned without; planned anew when it comes
+    for one, leaf in ((model, mine), (net, other)):
+        torch.manual_seed(1)
+        one(leaf)["out"].square().sum().backward()
+    assert mine.grad is not None
+    assert other.grad is not None
+    assert same(mine.grad, other.grad)
+
+
+def test_other_shapes_arguments_and_modes_are_planned_when_they_come() -> None:
+    model, mirror, x = noisy()
+    net = wrap(mirror, x)
+    for one in (model, net):
+        torch.manual_seed(1)
+        one(x[:3])["out"].sum().backward()
+        one(x, scale=2.0)["out"].sum().backward()
+        one(x, scale=3.0)["out"].sum().backward()
+        one.eval()
+        one(x)["out"].sum().backward()
+        one.train()
+        one(x)["out"].sum().backward()
+    assert_same(everything(model, None), everything(mirror, None))
+
+
+def test_without_gradients_it_is_the_model() -> None:
+    model, mirror, x = noisy()
+    net = wrap(mirror, x)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = model(x)["out"]
+        torch.manual_seed(1)
+        found = net(x)["out"]
+    assert same(expected, found)
+    assert found.grad_fn is None
+    assert net.state_dict().keys() == model.state_dict().keys()
+    assert len(list(net.parameters())) == len(list(model.parameters()))
+    with pytest.raises(AttributeError):
+        net.no_such_thing  # noqa: B018
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
+    _, mirror, x = noisy()
+    net = wrap(mirror, x)
+    for _ in range(3):
+        net(x)["out"].sum().backward()
+    held = POOL.held()
+    assert held >= net.arena_bytes > 0
+    with lowtide.meter() as meter:
+        for _ in range(5):
+            found = net(x)
+            del found
+        gc.collect()
+        assert meter.current == 0
+    assert POOL.held() == held
+    net(x)["out"].sum().backward()
+    assert net.mismatches == 0
+
+
+def test_what_the_backward_needs_must_not_change() -> None:
+    _, mirror, x = noisy()
+    net = wrap(mirror, x)
+    loss = net(x)["out"].sum()
+    with torch.no_grad():
+        mirror.second.weight.add_(1.0)  # type: ignore[attr-defined]
+    with pytest.raises(lowtide.UsageError, match=r"'second\.weight' was changed in place between forward and backward"):
+        loss.backward()
+    found = net(x)
+    with torch.no_grad():
+        found["hidden"].mul_(2.0)
+    with pytest.raises(lowtide.UsageError, match="an output of the model was changed in place"):
+        found["out"].sum().backward()
+    found = net(x)
+    with torch.no_grad():
+        found["out"].mul_(2.0)  # nobody needs it again
+    found["hidden"].sum().backward()
+
+
+def test_a_second_backward_is_refused() -> None:
+    _, mirror, x = noisy()
+    net = wrap(mirror, x)
+    loss = net(x)["out"].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(lowtide.UsageError, match="has had its backward already"):
+        loss.backward()
+    net(x)["out"].sum().backward()
+
+
+def test_an_independent_meter_agrees() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+    x = torch.randn(512, 256)
+    net = wrap(model, x, budget="60%")
+    gradient = torch.randn(512, 256)
+    stays = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes + gradient.nbytes
+    for number in range(4):
+        with lowtide.meter() as meter:
+            out = net(x)
+            out.backward(gradient)
+            del out
+        if number == 0:
+            assert stays + meter.peak <= net.plan.budget  # type: ignore[operator]
+        else:  # the arena is there already
+            assert stays + net.arena_bytes + meter.peak <= net.plan.budget  # type: ignore[operator]
+        model.zero_grad()
+    assert net.peak == pytest.approx(net.plan.peak, rel=0.005)
+    assert net.plan.overhead > 0
+    assert "predicted peak" in net.report()
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: [x]])
+def test_an_example_that_is_no_tuple(make: Callable[[Tensor], Any]) -> None:
+    model, _, x = noisy()
+    with pytest.raises(lowtide.UsageError, match="not a tuple or a mapping"):
+        lowtide.wrap(model, example=make(x))
+
+
+def test_what_can_not_be_wrapped_says_why() -> None:
+    model, mirror, x = noisy()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(lowtide.CaptureError, match="nothing that the model returns requires a gradient"):
+        wrap(model, x)
+    with pytest.raises(lowtide.BudgetError) as caught:
+        wrap(mirror, x, budget="1%")
+    assert caught.value.least is not None
+    assert wrap(mirror, x, budget=str(caught.value.least)).plan.peak <= caught.value.least
+    net = wrap(mirror, x)
+    with torch.autocast("cpu"), pytest.raises(lowtide.UsageError, match="autocast"):
+        net(x)
+    before = everything(mirror, None)
+    net(x)["out"].sum().backward()
+    assert before.keys() == everything(mirror, None).keys()
