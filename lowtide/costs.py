@@ -34,6 +34,10 @@ class Costs:
         """The bytes of an op's temporaries, in one piece of the arena or here and there in the heap."""
         return self.extra[op] if placed or not self.inside else self.inside[op]
 
+    def fewest_temporaries(self, op: int) -> int:
+        """The bytes inside an op that no program can do without: in an arena or in the heap, whichever are fewer."""
+        return min(self.temporaries(op, placed=True), self.temporaries(op, placed=False))
+
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
         payload = {

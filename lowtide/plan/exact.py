@@ -201,7 +201,8 @@ class Game:
             needs=self._set("value", reads) | (state if again else 0),
             waits=self._set("flag", later) | (0 if again or saving else state),
             holds=self._set("flag", [op, *(graph.maker[value] for value in lasting)]) | (state if saving else 0),
-            weight=int(problem.nbytes[list(makes)].sum() + problem.extra[op])
+            weight=int(problem.nbytes[list(makes)].sum())
+            + problem.costs.fewest_temporaries(op)
             + (graph.generator_bytes if draws and (again or saving) else 0),
             pairs=tuple(
                 (made, self.item["value", read], int(problem.nbytes[made]))

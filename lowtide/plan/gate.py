@@ -134,7 +134,8 @@ class Gate:
         makes = problem.makes[problem.make_start[op] : problem.make_start[op + 1]]
         onto = np.unique(problem.over_made[problem.over_start[op] : problem.over_start[op + 1]])
         nbytes = problem.nbytes
-        return int(nbytes[reads].sum() + nbytes[makes].sum() - nbytes[onto].sum() + problem.extra[op])
+        held = nbytes[reads].sum() + nbytes[makes].sum() - nbytes[onto].sum()
+        return int(held) + problem.costs.fewest_temporaries(op)
 
     @cached_property
     def arcs(self) -> tuple[Ints, Ints, Ints, Ints]:

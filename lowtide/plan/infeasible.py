@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.plan.exact import useful
 from lowtide.plan.problem import Problem
@@ -23,7 +22,7 @@ def floor(problem: Problem) -> tuple[int, int]:
         pairs = range(problem.over_start[op], problem.over_start[op + 1])
         saved = sum({int(problem.over_made[k]): int(problem.nbytes[problem.over_made[k]]) for k in pairs}.values())
         held = int(problem.nbytes[reads].sum() + problem.nbytes[makes].sum()) - saved
-        needs[op] = held + _temporaries(costs, op)
+        needs[op] = held + costs.fewest_temporaries(op)
     largest = max(needs, key=needs.__getitem__)
     return problem.stays + needs[largest], largest
 
@@ -35,7 +34,7 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
     item = graph.ops[op]
     values = dict.fromkeys((*graph.reads[op], *item.makes))
     rows = [f"  {costs.nbytes[value]:>14,} B  {graph.show(value)}" for value in _largest(values, costs.nbytes)]
-    if inside := _temporaries(costs, op):
+    if inside := costs.fewest_temporaries(op):
         rows.append(f"  {inside:>14,} B  temporaries inside the op")
     where = " ".join(filter(None, (item.module, item.source)))
     who = "no plan found" if method == "lowtide" else f"{method} finds no plan"
@@ -47,11 +46,6 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
         hint=f"a budget of {least:,} bytes can be planned; for less, lower the batch size or the widest layer.",
         least=least,
     )
-
-
-def _temporaries(costs: Costs, op: int) -> int:
-    """The bytes inside an op: those of an arena or of the heap, whichever are fewer."""
-    return min(costs.temporaries(op, placed=True), costs.temporaries(op, placed=False))
 
 
 def _largest(values: Iterable[int], nbytes: tuple[int, ...]) -> list[int]:

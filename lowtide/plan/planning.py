@@ -146,15 +146,19 @@ class Planning:
 
     def _search(self, budget: int, known: list[Ints], begun: float) -> tuple[Program | None, float]:
         """A program within the budget, None if none is found, and a lower bound on the seconds of recomputation."""
-        if len(self.order) <= SMALL:
-            found = exact(self.arrays, budget, limit=STATES)
-            if found.proven:
-                program = None if found.sequence is None else self._finish(found.sequence, budget)
-                return program, 0.0 if found.sequence is None else found.bound_seconds - self.base
+        proven = 0.0  # seconds of recomputation
+        if len(self.order) <= SMALL and (found := exact(self.arrays, budget, limit=STATES)).proven:
+            if found.sequence is None:
+                return None, 0.0
+            proven = found.bound_seconds - self.base
+            optimal = self._finish(found.sequence, budget)
+            if self._fits(optimal, budget):
+                return optimal, proven
         own = budget - self.arrays.stays
         bound, gate = bound_alone(self.gates, own)
         if bound == float("inf"):
-            return None, bound  # proven: nothing fits
+            return None, 0.0  # nothing fits
+        bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
         target, limit, program, quickest = budget, self.time_limit, None, 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -17,7 +18,7 @@ from lowtide.check import check
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
-from lowtide.plan import METHODS, curve, plan
+from lowtide.plan import METHODS, curve, least, plan
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
@@ -242,6 +243,20 @@ def test_no_bound_is_above_the_optimum(case: Costed) -> None:
             assert (
                 base + bound_together(candidates, gate, own, alone, float("inf"), until) <= optimum.bound_seconds + 1e-6
             )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("length", [4, 40])  # solved exactly, and searched
+def test_bounds_hold_where_temporaries_need_less_in_the_heap_than_in_one_piece(length: int, seed: int) -> None:
+    random = Random(seed)
+    graph, costs = training_chain(length, random)
+    extra = tuple(random.choice((0, 64, 640)) for _ in graph.ops)
+    costs = replace(costs, extra=extra, inside=tuple(nbytes // 8 for nbytes in extra))
+    smallest = least(graph, costs).peak
+    for budget in range(smallest, smallest + 700, 100):
+        found = plan(graph, costs, budget, time_limit=0.05)
+        assert found.peak <= budget
+        assert found.bound_seconds <= found.seconds + 1e-9
 
 
 def assert_monotone(plans: list[Plan]) -> None:
