@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -282,6 +282,10 @@ def downsets(
     window, later = order[low:high], set(order[high:])
     bit = {number: 1 << place for place, number in enumerate(window)}
     before = [sum(bit.get(other, 0) for other in board.before[number]) for number in window]
+    after_it: list[list[int]] = [[] for _ in window]  # for each place those that wait for it
+    for place, waits in enumerate(before):
+        for other in _bits(waits):
+            after_it[other].append(place)
     dying = [  # for each op the arguments that may die there, with their readers
         [
             (value, sum(bit.get(reader, 0) for reader in board.readers[value]))
@@ -292,20 +296,22 @@ def downsets(
     ]
     goal = (1 << len(window)) - 1
     came = {0: (floor, held, -1)}  # the ops that have run -> the least peak so far, the bytes there, the last op
-    queue, closed = [(floor, len(window), 0)], set[int]()
-    while queue and len(closed) < limit:
+    queue = [(floor, len(window), 0)]
+    ready = {0: sum(1 << place for place, waits in enumerate(before) if not waits)}  # what may run next, once looked at
+    while queue and len(ready) < limit:
         peak, left, done = heapq.heappop(queue)
         if done == goal:
             return [window[place] for place in _way_back(came, goal)], True
-        if done in closed:
-            continue
-        closed.add(done)
-        steps = []
-        for place, number in enumerate(window):
-            after = done | 1 << place
-            if after == done or before[place] & ~done:
+        if done:
+            if done in ready:
                 continue
-            need, change = board.step(number, [value for value, readers in dying[place] if not readers & ~after])
+            last = came[done][2]
+            ready[done] = ready[done ^ 1 << last] ^ 1 << last
+            ready[done] |= sum(1 << place for place in after_it[last] if not before[place] & ~done)
+        steps = []
+        for place in _bits(ready[done]):
+            after = done | 1 << place
+            need, change = board.step(window[place], [value for value, readers in dying[place] if not readers & ~after])
             used, there = came[done][1] + need, came[done][1] + change
             if used >= most:
                 continue
@@ -319,6 +325,14 @@ def downsets(
                 came[after] = (used, there, place)
                 heapq.heappush(queue, (used, left - 1, after))
     return None, not queue
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The places of the ones in a number, from the lowest."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _way_back(came: dict[int, tuple[int, int, int]], done: int) -> list[int]:
