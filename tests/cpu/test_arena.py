@@ -545,8 +545,16 @@ def test_the_error_holds_no_memory_of_the_step() -> None:
     assert caught.value.__cause__ is not None
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Let this process hear an interruption: who runs in the background is deaf to it."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 @pytest.mark.parametrize("where", ["middle", "middle_backward"])
-def test_an_interruption_keeps_its_type(where: str) -> None:
+def test_an_interruption_keeps_its_type(heard: None, where: str) -> None:
     def interrupt(_: Tensor) -> None:
         signal.raise_signal(signal.SIGINT)
 
