@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide import tree
 from lowtide.capture import capture
@@ -23,9 +23,11 @@ from lowtide.fit import CostsFrom, Fitted, Tell
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 
+PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # of a Module
+
 
 def wrap(
-    model: torch.nn.Module,
+    model: nn.Module,
     *,
     example: tuple[Any, ...] | Mapping[str, Any],
     budget: int | str | None = None,
@@ -42,46 +44,77 @@ def wrap(
     `example` are the arguments of one call, a mapping if they have names; other arguments are planned when they come,
     within the same budget. Everything else is as in `fit`.
     """
-    return Wrapped(model, example, budget, plan, time_limit, tell, costs)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module.",
+            hint="a function has no parameters of its own: give a whole step to lowtide.fit.",
+        )
+    if not isinstance(example, tuple | Mapping):
+        raise UsageError(
+            f"example is a {type(example).__name__}, not a tuple or a mapping.",
+            hint='write example=(x,) for net(x), and example={"x": x} for net(x=x).',
+        )
+    _refuse_autocast()
+    batch = (example, {}) if isinstance(example, tuple) else ((), dict(example))
+    fitted = _Halved(_Whole, model, None, _detached(batch), budget, plan, time_limit, tell, costs, rounding=False)
+    return Wrapped(model, fitted)
 
 
-class Wrapped(Fitted):
-    """A model whose forward and backward run by a program; what it does not have itself is the model's."""
+class Wrapped(nn.Module):
+    """A model whose forward and backward run by a program. To all others it is the model: its parts are its own."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        example: tuple[Any, ...] | Mapping[str, Any],
-        budget: int | str | None,
-        plan: Plan | str | os.PathLike[str] | None,
-        time_limit: float,
-        tell: Tell | None,
-        costs: CostsFrom,
-    ) -> None:
-        if not isinstance(example, tuple | Mapping):
-            raise UsageError(
-                f"example is a {type(example).__name__}, not a tuple or a mapping.",
-                hint='write example=(x,) for net(x), and example={"x": x} for net(x=x).',
-            )
-        _refuse_autocast()
-        batch = _detached((example, {}) if isinstance(example, tuple) else ((), dict(example)))
-        super().__init__(_Whole, model, None, batch, budget, plan, time_limit, tell, costs, rounding=False)
+    unwrapped: nn.Module
+    fitted: Fitted  # what runs it, with its plan, its peak and its report
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: nn.Module, fitted: Fitted) -> None:
+        mode = model.training
+        self.__dict__["unwrapped"] = model  # past Module, which would make it a part
+        super().__init__()
+        self.__dict__.update({name: model.__dict__[name] for name in PARTS})
+        self.training = mode
+        self.fitted = fitted
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of these arguments; under `torch.no_grad()` the model itself does it."""
         if not torch.is_grad_enabled():
-            return self._model(*args, **kwargs)
+            return self.unwrapped(*args, **kwargs)
         _refuse_autocast()
-        half: Half = super().__call__(*_detached((args, kwargs)))
+        half: Half = self.fitted(*_detached((args, kwargs)))
         ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        sources = [*_trained(self._model), *(leaf for leaf in _leaves((args, kwargs)) if leaf.requires_grad)]
-        roots = _Turn.apply(half, ends.roots, *sources)  # type: ignore[no-untyped-call]
+        roots = _Turn.apply(half, ends.roots, *_sources(self.unwrapped, args, kwargs))  # type: ignore[no-untyped-call]
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
+    @property
+    def training(self) -> bool:
+        """The model's mode."""
+        return self.unwrapped.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.unwrapped.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.unwrapped.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load it into the model."""
+        return self.unwrapped.load_state_dict(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._model, name)
+        return getattr(self.unwrapped, name)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise UsageError(
+            "a wrapped model can't be copied or pickled: its program is for this process and these parameters.",
+            hint="copy or save the model, net.unwrapped, or its state_dict(), and wrap what you get.",
+        )
+
+
+class _Halved(Fitted):
+    """A step with a turn."""
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
         captured = capture(self._step(), self._model, None, batch)
@@ -111,7 +144,7 @@ class _Whole:
         self.ends: _Ends | None = None  # known after it was traced
         self._mark = torch.zeros(1)  # what the turn writes to
 
-    def __call__(self, model: torch.nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = model(*args, **kwargs)
         leaves, structure = tree.flatten(result)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
@@ -126,8 +159,7 @@ class _Whole:
         self.ends = _Ends(len(roots), structure, tuple(order.get(id(leaf), (leaf,)) for leaf in leaves))
         with torch.no_grad():
             given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
-        sources = [*_trained(model), *(leaf for leaf in _leaves((args, kwargs)) if leaf.requires_grad)]
-        gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
+        gradients = torch.autograd.grad(roots, _sources(model, args, kwargs), given, allow_unused=True)
         return roots, others, gradients, given
 
 
@@ -147,13 +179,11 @@ class _Turn(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _trained(model: torch.nn.Module) -> list[Tensor]:
-    """The parameters that have gradients, each once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _leaves(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor)]
+def _sources(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All that gets a gradient: parameters, each once, and arguments."""
+    leaves, _ = tree.flatten((args, kwargs))
+    given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return [tensor for tensor in (*model.parameters(), *given) if tensor.requires_grad]
 
 
 def _detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:

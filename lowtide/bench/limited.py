@@ -99,16 +99,25 @@ def live(
     )
 
 
-def steady(target: str, *, budget: str = "30%", steps: int = 500, time_limit: float = TIME_LIMIT) -> Steady:
+def steady(
+    target: str,
+    *,
+    budget: str = "30%",
+    steps: int = 500,
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Steady:
     """Take many steps within a budget, and compare what is held after the first ones and in the end."""
     step, model, optimizer, example = build(target)
     train = fit(step, model, optimizer, example=example, budget=budget, time_limit=time_limit)
-    for _ in range(min(WARM_UP, steps)):
+    for done in range(WARM_UP):
+        progress(done, steps)
         result = train(*example)
     gc.collect()
     early = resident.now()
     with allocator.meter() as meter:
-        for _ in range(steps - WARM_UP):
+        for done in range(WARM_UP, steps):
+            progress(done, steps)
             result = train(*example)
         growth = meter.current - sum(leaf.nbytes for leaf in tree.flatten(result)[0] if isinstance(leaf, torch.Tensor))
     gc.collect()

@@ -11,7 +11,7 @@ from lowtide.bench import limited as limits
 from lowtide.cli.bench import Markdown, Part, Row, finish, rows_of
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
-from lowtide.cli.talk import answering
+from lowtide.cli.talk import answering, counting
 from lowtide.errors import UsageError
 from lowtide.plan import TIME_LIMIT
 from lowtide.report import Table, show_bytes
@@ -74,7 +74,8 @@ def steady(
     """Train for long within a budget, and show what grows."""
 
     def one(target: str) -> Row:
-        found = limits.steady(target, budget=budget, steps=steps, time_limit=time_limit)
+        with counting("steps") as progress:
+            found = limits.steady(target, budget=budget, steps=steps, time_limit=time_limit, progress=progress)
         return {**asdict(found), "growth": found.growth, "ok": found.ok}
 
     options = ("--budget", budget, "--steps", str(steps), "--time-limit", str(time_limit))

@@ -388,6 +388,22 @@ def test_a_limit_in_which_eager_dies() -> None:
     assert found.ok
 
 
+def test_a_long_run_holds_no_more_in_the_end() -> None:
+    seen: list[int] = []
+    found = limited.steady(
+        models.SMALL["gpt"], budget="60%", steps=60, time_limit=0.5, progress=lambda done, total: seen.append(done)
+    )
+    assert found.ok, found
+    assert seen == list(range(60))
+
+
+@pytest.mark.parametrize("change", [{"late": limited.GROWTH + 2}, {"torch_growth": 1}, {"mismatches": 1}, {"peak": 11}])
+def test_a_long_run_that_grows_or_strays_is_not_steady(change: dict[str, int]) -> None:
+    good = limited.Steady(budget=10, peak=10, steps=30, early=1, late=1, torch_growth=0, mismatches=0)
+    assert good.ok
+    assert not replace(good, **change).ok
+
+
 def test_a_long_run_does_not_grow() -> None:
     step, model, optimizer, example = models.build(models.SMALL["gpt"])
     train = lowtide.fit(step, model, optimizer, example=example, budget="40%", time_limit=0.2, costs="roofline")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from twins import assert_exact, assert_same, everything, same
 
 import lowtide
-from lowtide import models
+from lowtide import models, tree
 from lowtide.allocator.arena import POOL
 
 QUICK = 0.3  # seconds of planning
@@ -55,28 +56,27 @@ def test_every_model_is_exact(name: str, optimizer: str) -> None:
     train = assert_exact(
         lambda: models.build(f"{models.SMALL[name]},optimizer={optimizer}"), make=partial(wrapping, None)
     )
-    assert train.net.mismatches == 0
-    assert train.net.peak <= train.net.plan.budget
+    assert train.net.fitted.mismatches == 0
+    assert train.net.fitted.peak <= train.net.fitted.plan.budget
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "gpt", "hf-bert", "lstm-cell"])
 def test_tight_budgets_are_exact_and_kept(name: str) -> None:
     def make(*built: Any) -> Any:
-        spy = wrapping(None, *built).net  # type: ignore[attr-defined]
-        least = spy.plan.peak
+        least = wrapping(None, *built).net.fitted.plan.peak  # type: ignore[attr-defined]
         for part in (90, 70, 50):
             try:
                 found = wrapping(f"{part}%", *built)
             except lowtide.BudgetError:
                 break
-            least = min(least, found.net.plan.peak)  # type: ignore[attr-defined]
+            least = min(least, found.net.fitted.plan.peak)  # type: ignore[attr-defined]
         return wrapping(str(least), *built)
 
     train = assert_exact(lambda: models.build(models.SMALL[name]), make=make)
     net = train.net
-    assert net.mismatches == 0
-    assert net.peak <= net.plan.budget
-    assert net.peak == pytest.approx(net.plan.peak, rel=0.005)
+    assert net.fitted.mismatches == 0
+    assert net.fitted.peak <= net.fitted.plan.budget
+    assert net.fitted.peak == pytest.approx(net.fitted.plan.peak, rel=0.005)
 
 
 class Noisy(nn.Module):
@@ -94,7 +94,7 @@ class Noisy(nn.Module):
         return {"out": self.second(hidden) * scale, "hidden": hidden, "counts": (hidden > 0).sum(), "name": "noisy"}
 
 
-def noisy() -> tuple[nn.Module, nn.Module, Tensor]:
+def noisy() -> tuple[Noisy, Noisy, Tensor]:
     """Two equal ones, and an input."""
     torch.manual_seed(0)
     model = Noisy()
@@ -142,7 +142,7 @@ def test_two_forwards_before_their_backwards() -> None:
             real, fake = one(x), one(x + 1)
             (real["out"].square().sum() + fake["out"].abs().sum()).backward()
     assert_same(everything(model, None), everything(mirror, None))
-    assert net.mismatches == 0
+    assert net.fitted.mismatches == 0
 
 
 def test_a_part_of_a_larger_model() -> None:
@@ -195,10 +195,116 @@ def test_without_gradients_it_is_the_model() -> None:
         found = net(x)["out"]
     assert same(expected, found)
     assert found.grad_fn is None
+
+
+def test_to_all_others_it_is_the_model() -> None:
+    model, mirror, x = noisy()
+    mirror.eval()
+    net = wrap(mirror, x)
+    assert not net.training
+    assert net.train() is net
+    assert mirror.training
+    assert mirror.drop.training
     assert net.state_dict().keys() == model.state_dict().keys()
-    assert len(list(net.parameters())) == len(list(model.parameters()))
-    with pytest.raises(AttributeError):
+    assert [id(p) for p in net.parameters()] == [id(p) for p in mirror.parameters()]
+    assert net.second is mirror.second
+    with pytest.raises(AttributeError, match="no_such_thing"):
         net.no_such_thing  # noqa: B018
+    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    net.load_state_dict(changed)
+    assert_same(changed, dict(mirror.state_dict()))
+    assert net.double() is net
+    assert all(parameter.dtype == torch.float64 for parameter in mirror.parameters())
+    assert net(x.double())["out"].dtype == torch.float64
+
+
+class Whole(nn.Module):
+    """A model with another one as its part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.part(x)["out"])
+        return out
+
+
+def test_it_can_be_a_part_of_a_model() -> None:
+    model, mirror, x = noisy()
+    eager = Whole(model)
+    whole = Whole(wrap(mirror, x))
+    whole.head.load_state_dict(eager.head.state_dict())
+    seen: list[Any] = []
+    whole.part.register_forward_hook(lambda *_: seen.append("part"))
+    for one in (eager, whole):
+        optimizer = torch.optim.AdamW(one.parameters())
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+            optimizer.step()
+    assert_same(everything(eager, None), everything(whole, None))
+    whole.eval()
+    assert not mirror.training
+    assert not mirror.norm.training
+    assert seen == ["part"] * 3
+
+
+class Odd(nn.Module):
+    """Returns what a function makes of a layer, its output, and its input."""
+
+    def __init__(self, ends: Callable[[nn.Linear, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.ends = ends
+
+    def forward(self, x: Tensor) -> Any:
+        return self.ends(self.layer, self.layer(x), x)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(lambda _, y, x: (y.view(4, 4, 4).transpose(0, 1)[1:], y, y[0]), id="views-of-views"),
+        pytest.param(lambda _, y, x: (x, y, x.contiguous()), id="its-input"),
+        pytest.param(lambda layer, y, x: (y, layer.weight), id="a-parameter"),
+        pytest.param(lambda _, y, x: (y, y, y.detach()), id="one-thing-twice"),
+        pytest.param(lambda _, y, x: y.relu_(), id="changed-in-place"),
+        pytest.param(lambda _, y, x: y[:, :1].expand(-1, 8), id="expanded"),
+        pytest.param(lambda _, y, x: y.to(torch.bfloat16), id="another-type"),
+        pytest.param(lambda layer, y, x: F.linear(torch.tanh(y), layer.weight), id="tied"),
+    ],
+)
+@pytest.mark.parametrize("source", [False, True])
+def test_whatever_it_returns(ends: Callable[[nn.Linear, Tensor, Tensor], Any], source: bool) -> None:
+    torch.manual_seed(0)
+    model = Odd(ends)
+    mirror = copy.deepcopy(model)
+    inputs = [torch.randn(8, 8).requires_grad_(source)]
+    inputs.append(inputs[0].detach().clone().requires_grad_(source))
+    net = wrap(mirror, inputs[1])
+    found: list[list[Tensor]] = [[], []]
+    for number, (one, own) in enumerate(((model, model), (net, mirror))):
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        for _ in range(3):
+            leaves = tree.flatten(one(inputs[number]))[0]
+            loss = sum((leaf.float().square().sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+            loss.backward()
+            optimizer.step()
+            found[number] += [leaf.detach().clone() for leaf in (*leaves, loss)]
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+    assert_same(everything(model, None), everything(mirror, None))
+    assert same(inputs[0].grad, inputs[1].grad)
+    assert net.fitted.mismatches == 0
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(take: Callable[[Any], Any]) -> None:
+    _, mirror, x = noisy()
+    with pytest.raises(lowtide.UsageError, match=r"can't be copied or pickled[\s\S]*net\.unwrapped"):
+        take(wrap(mirror, x))
 
 
 def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
@@ -207,7 +313,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
     for _ in range(3):
         net(x)["out"].sum().backward()
     held = POOL.held()
-    assert held >= net.arena_bytes > 0
+    assert held >= net.fitted.arena_bytes > 0
     with lowtide.meter() as meter:
         for _ in range(5):
             found = net(x)
@@ -216,7 +322,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
         assert meter.current == 0
     assert POOL.held() == held
     net(x)["out"].sum().backward()
-    assert net.mismatches == 0
+    assert net.fitted.mismatches == 0
 
 
 def test_what_the_backward_needs_must_not_change() -> None:
@@ -224,7 +330,7 @@ def test_what_the_backward_needs_must_not_change() -> None:
     net = wrap(mirror, x)
     loss = net(x)["out"].sum()
     with torch.no_grad():
-        mirror.second.weight.add_(1.0)  # type: ignore[attr-defined]
+        mirror.second.weight.add_(1.0)
     with pytest.raises(lowtide.UsageError, match=r"'second\.weight' was changed in place between forward and backward"):
         loss.backward()
     found = net(x)
@@ -261,13 +367,13 @@ def test_an_independent_meter_agrees() -> None:
             out.backward(gradient)
             del out
         if number == 0:
-            assert stays + meter.peak <= net.plan.budget  # type: ignore[operator]
+            assert stays + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
         else:  # the arena is there already
-            assert stays + net.arena_bytes + meter.peak <= net.plan.budget  # type: ignore[operator]
+            assert stays + net.fitted.arena_bytes + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
         model.zero_grad()
-    assert net.peak == pytest.approx(net.plan.peak, rel=0.005)
-    assert net.plan.overhead > 0
-    assert "predicted peak" in net.report()
+    assert net.fitted.peak == pytest.approx(net.fitted.plan.peak, rel=0.005)
+    assert net.fitted.plan.overhead > 0
+    assert "predicted peak" in net.fitted.report()
 
 
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: [x]])
@@ -286,7 +392,7 @@ def test_what_can_not_be_wrapped_says_why() -> None:
     with pytest.raises(lowtide.BudgetError) as caught:
         wrap(mirror, x, budget="1%")
     assert caught.value.least is not None
-    assert wrap(mirror, x, budget=str(caught.value.least)).plan.peak <= caught.value.least
+    assert wrap(mirror, x, budget=str(caught.value.least)).fitted.plan.peak <= caught.value.least
     net = wrap(mirror, x)
     with torch.autocast("cpu"), pytest.raises(lowtide.UsageError, match="autocast"):
         net(x)
