@@ -198,8 +198,10 @@ class _Trace:
                 inputs.append(Input(self.recorder.add_input(fake, name, "batch"), path))
         inputs += hypers
         stack.enter_context(self.origins.followed())
+        stack.enter_context(self.recorder.draws.followed())
         with torch.enable_grad(), self.fake_mode, self.recorder:
             results = self.step(self.model, self.optimizer, *self.batch_tree.build(fakes))
+        self.recorder.draws.end()
         left = {name: self.tensors[name].grad for name in self.parameters}
         self._mark_gradients()
         rebound = self._rebound()

@@ -47,6 +47,7 @@ class Books:
         self.values: list[Value] = []
         self.views: list[View] = []
         self.gradient_values: set[int] = set()
+        self.drawn_again: set[tuple[int, int]] = set()  # (op, value): the op reads a value that eager draws again
         self._view_numbers: dict[View, int] = {}
         self._storages: dict[int, Storage] = {}
         self._handles: dict[int, Handle] = {}
@@ -94,7 +95,8 @@ class Books:
         last_read: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             for number in op.reads:
-                last_read[number] = index
+                if (index, number) not in self.drawn_again:
+                    last_read[number] = index
         gradients = {self.values[number].storage for number in self.gradient_values}
         values = []
         for number, value in enumerate(self.values):

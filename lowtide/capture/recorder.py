@@ -8,6 +8,7 @@ value; a call that returns a view of a storage is no op but a way to read it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.books import Books
+from lowtide.capture.draws import Draws
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
 from lowtide.capture.scalars import ScalarNode, refuse_data
@@ -45,6 +47,7 @@ class Recorder(TorchDispatchMode):
         self.origins = origins
         self.ops: list[Op] = []
         self.books = Books(self.ops)
+        self.draws = Draws()
         self.guards: list[Guard] = []
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
@@ -174,16 +177,29 @@ class Recorder(TorchDispatchMode):
                 value = self.books.new_value(base_name, item, self._made_kind())
                 self.books.register(item, self.books.new_storage(item, value), None)
                 outputs.append(value)
+        target = _name_of(func)
+        what, same = None, None
         random = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, plain_args, plain_kwargs)
+        if random:
+            what = _drawn(func, plain_args, plain_kwargs, recorded_args, recorded_kwargs, written)
+            same = self.draws.before(what)
+        if same is not None:
+            self.books.drawn_again.add((len(self.ops), same.value))
+        if same is not None and updates:
+            target, recorded_args, recorded_kwargs = _name_of(aten.copy_.default), (recorded_args[0], same), ()
+        elif same is not None:
+            target, recorded_args, recorded_kwargs = _name_of(aten.clone.default), (same,), ()
         self._add_op(
-            _name_of(func),
+            target,
             recorded_args,
             recorded_kwargs,
             tuple(outputs),
             updates=updates,
             detachable=func in DETACHABLE,
-            random=random,
+            random=random and same is None,
         )
+        if random and same is None:
+            self.draws.add(what, self.books.read(results[0]))
 
     def _note_views(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any], listed: bool
@@ -345,6 +361,28 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
             continue  # batch norm outside training leaves its statistics alone
         found += [item for item in (given if isinstance(given, (list, tuple)) else [given]) if item is not None]
     return found
+
+
+def _drawn(
+    func: Any,
+    plain_args: tuple[Any, ...],
+    plain_kwargs: dict[str, Any],
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    written: list[torch.Tensor],
+) -> Hashable | None:
+    """What a call draws: equal for calls that draw the same from the same state, None where tensors have a say."""
+    what: list[Hashable] = [_name_of(func)]
+    named = [(str(place), plain, arg) for place, (plain, arg) in enumerate(zip(plain_args, args, strict=True))]
+    named += [(key, plain_kwargs[key], arg) for key, arg in kwargs]
+    for name, plain, arg in named:
+        if not isinstance(plain, torch.Tensor):
+            what.append((name, arg))
+        elif func._opname.endswith("_like") or any(plain is item for item in written):  # only its size counts
+            what.append((name, tuple(plain.shape), tuple(plain.stride()), plain.dtype))
+        else:
+            return None
+    return tuple(what)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

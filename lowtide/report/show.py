@@ -106,8 +106,9 @@ def _against(metered: int, predicted: int) -> str:
 def _beside(eager: int, program: int) -> str:
     if abs(eager - program) < program / 1000:
         return "as high"
-    more = "more" if eager > program else "less"
-    return f"{show_bytes(abs(eager - program))} {more}: PyTorch frees some values later"
+    if eager > program:
+        return f"{show_bytes(eager - program)} more: PyTorch frees some values later"
+    return f"{show_bytes(program - eager)} less: the program keeps what PyTorch draws again"
 
 
 def _categories(profile: Profile, width: int) -> Iterator[RenderableType]:

@@ -1,0 +1,102 @@
+"""Draws of random numbers while a step is traced, and those that repeat earlier ones.
+
+A step may put the generator back and draw again, as `torch.utils.checkpoint` does: the same numbers come out. Stand-ins
+draw nothing, so the real generator is free to say where the step is: every place in the sequence of draws gets a state
+of its own, and the state that a call finds tells its place. Among stand-ins torch's own functions for the state would
+read and write what is not there; while a step is traced they are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.capture.origin import user_line
+from lowtide.errors import CaptureError
+from lowtide.graph import Read
+
+SEEDS = 0x10_71DE << 32  # of the places after the first; not those that people choose
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What was drawn at one place."""
+
+    what: Hashable  # the call, as far as the numbers depend on it; None: they depend on the contents of tensors, too
+    read: Read  # how its numbers are read
+
+
+class Draws:
+    """The draws of one step."""
+
+    def __init__(self) -> None:
+        self._draws: list[_Draw] = []
+        self._states = [_state()]  # at each place, also at the one after the last draw
+        self._places = {_bytes(self._states[0]): 0}
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """A context in which the step may ask for the state of the generator, and put it back."""
+        homes = (torch, torch.random)
+        kept = [(home, name, getattr(home, name)) for home in homes for name in ("get_rng_state", "set_rng_state")]
+        try:
+            for home in homes:
+                home.get_rng_state, home.set_rng_state = _state, _put  # type: ignore[attr-defined]
+            yield
+        finally:
+            for home, name, function in kept:
+                setattr(home, name, function)
+
+    def before(self, what: Hashable | None) -> Read | None:
+        """Call this before a draw: how the same numbers are read that were drawn before; None: they are new."""
+        place = self._here()
+        if place == len(self._draws):
+            return None
+        if what is None or self._draws[place].what != what:
+            _refuse("puts the random generator back and draws something else than before")
+        _put(self._states[place + 1])
+        return self._draws[place].read
+
+    def add(self, what: Hashable | None, read: Read) -> None:
+        """Call this after a draw whose numbers are new."""
+        self._draws.append(_Draw(what, read))
+        torch.default_generator.manual_seed(SEEDS + len(self._draws))
+        self._states.append(_state())
+        self._places[_bytes(self._states[-1])] = len(self._draws)
+
+    def end(self) -> None:
+        """Call this when the step is done."""
+        if self._here() != len(self._draws):
+            _refuse("puts the random generator back and leaves it there")
+
+    def _here(self) -> int:
+        place = self._places.get(_bytes(_state()))
+        return _refuse("seeds the random generator, or gives it a state from elsewhere") if place is None else place
+
+
+def _state() -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.default_generator.get_state()
+
+
+def _put(new_state: torch.Tensor) -> None:
+    with _disable_current_modes():
+        torch.default_generator.set_state(new_state)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    with _disable_current_modes():
+        return state.numpy().tobytes()
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{user_line() or 'the step'}: the step {what}, which lowtide can't follow.",
+        hint="do it outside of the step (torch.manual_seed, set_rng_state, fork_rng); "
+        "torch.utils.checkpoint may stay where its draws do not depend on tensors.",
+    )
