@@ -7,6 +7,7 @@ value; a call that returns a view of a storage is no op but a way to read it.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any, NoReturn
@@ -32,6 +33,9 @@ IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift.default}
 UNDECLARED_WRITES = {aten.native_batch_norm.default: (3, 4)}
 # Calls that return the same outputs when they are given None for what they update.
 DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
+# Comparisons with a number, and what draws from [0, 1).
+COMPARED = {f"aten.{name}.Scalar": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+DRAWN = ("aten.rand.default", "aten.rand_like.default")
 ACCUMULATES = 2**64 - 1  # the sequence number of autograd's AccumulateGrad nodes
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -130,6 +134,9 @@ class Recorder(TorchDispatchMode):
         if fake.constant is not None:
             return aten._local_scalar_dense.default(fake.constant)
         if not tensor.dtype.is_floating_point:
+            answer = _foregone(self.ops, self.books.read(fake))
+            if answer is not None:
+                return answer
             refuse_data("looks at the contents of a tensor", user_line())
         scalar = self._new_scalar("item")
         self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (scalar.node.value,))
@@ -383,6 +390,26 @@ def _drawn(
         else:
             return None
     return tuple(what)
+
+
+def _foregone(ops: list[Op], read: Read) -> bool | None:
+    """The answer to a comparison of torch.rand, in [0, 1), with a number that is not inside; None for all others.
+
+    Models that can leave out layers at random ask at each layer, also where they never do.
+    """
+
+    def maker(value: int) -> Op | None:
+        return next((op for op in reversed(ops) if value in op.outputs), None)
+
+    asked = maker(read.value)
+    if asked is None or asked.target not in COMPARED:
+        return None
+    drawn, limit = asked.args
+    source = maker(drawn.value) if isinstance(drawn, Read) else None
+    if source is None or source.target not in DRAWN or not isinstance(limit, (int, float)) or 0 < limit < 1:
+        return None
+    answers = {COMPARED[asked.target](number, limit) for number in (0.0, 0.5)}  # zero may be drawn, one may not
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

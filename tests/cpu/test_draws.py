@@ -102,6 +102,38 @@ def test_a_state_that_was_asked_for_can_be_put_back() -> None:
     assert torch.equal(first, third)
 
 
+class LayerDrop(nn.Module):
+    """Leaves out layers at random, or never."""
+
+    def __init__(self, dropped: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.dropped = dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.dropped(torch.rand([])):
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "dropped", [lambda p: p < 0.0, lambda p: p > 1.0, lambda p: p >= 1, lambda p: p >= 0.0, lambda p: p < -1]
+)
+def test_layers_that_are_never_or_always_left_out(dropped: Callable[[Tensor], Tensor]) -> None:
+    def both(model: Any, optimizer: Any, x: Tensor) -> Any:
+        return step(lambda x: model[0](x) + model[1](x), optimizer, x)  # type: ignore[arg-type]
+
+    assert_exact(recipe(lambda: nn.ModuleList([LayerDrop(dropped), nn.Linear(64, 64)]), both), steps=2)
+
+
+@pytest.mark.parametrize("dropped", [lambda p: p < 0.5, lambda p: p <= 0.0, lambda p: p > 0])
+def test_layers_that_are_left_out_at_random(dropped: Callable[[Tensor], Tensor]) -> None:
+    model = LayerDrop(dropped)
+    with pytest.raises(lowtide.CaptureError, match="looks at the contents of a tensor"):
+        lowtide.fit(step, model, torch.optim.SGD(model.parameters(), lr=0.1), example=(torch.ones(4, 64),))
+
+
 class Weighted(nn.Module):
     """Draws by the contents of a tensor."""
 
