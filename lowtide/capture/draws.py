@@ -1,8 +1,8 @@
 """Draws of random numbers while a step is traced, and those that repeat earlier ones.
 
 A step may put the generator back and draw again, as `torch.utils.checkpoint` does: the same numbers come out. Stand-ins
-draw nothing, so the real generator is free to say where the step is: every place in the sequence of draws gets a state
-of its own, and the state that a call finds tells its place. Among stand-ins torch's own functions for the state would
+draw nothing, so the real generator is free to say where the step is: every place in the sequence of draws gets a seed
+of its own, and the seed that a call finds tells its place. Among stand-ins torch's own functions for the state would
 read and write what is not there; while a step is traced they are ours.
 """
 
@@ -20,7 +20,7 @@ from lowtide.capture.origin import user_line
 from lowtide.errors import CaptureError
 from lowtide.graph import Read
 
-SEEDS = 0x10_71DE << 32  # of the places after the first; not those that people choose
+SEEDS = 0x10_71DE << 32  # of the first place; people choose others
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,16 @@ class Draws:
 
     def __init__(self) -> None:
         self._draws: list[_Draw] = []
-        self._states = [_state()]  # at each place, also at the one after the last draw
-        self._places = {_bytes(self._states[0]): 0}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """A context in which the step may ask for the state of the generator, and put it back."""
+        """A context in which the generator tells the place, and the step may ask for its state and put it back."""
         homes = (torch, torch.random)
         kept = [(home, name, getattr(home, name)) for home in homes for name in ("get_rng_state", "set_rng_state")]
         try:
             for home in homes:
-                home.get_rng_state, home.set_rng_state = _state, _put  # type: ignore[attr-defined]
+                home.get_rng_state, home.set_rng_state = _get_state, _set_state  # type: ignore[attr-defined]
+            _go(0)
             yield
         finally:
             for home, name, function in kept:
@@ -59,15 +58,13 @@ class Draws:
             return None
         if what is None or self._draws[place].what != what:
             _refuse("puts the random generator back and draws something else than before")
-        _put(self._states[place + 1])
+        _go(place + 1)
         return self._draws[place].read
 
     def add(self, what: Hashable | None, read: Read) -> None:
         """Call this after a draw whose numbers are new."""
         self._draws.append(_Draw(what, read))
-        torch.default_generator.manual_seed(SEEDS + len(self._draws))
-        self._states.append(_state())
-        self._places[_bytes(self._states[-1])] = len(self._draws)
+        _go(len(self._draws))
 
     def end(self) -> None:
         """Call this when the step is done."""
@@ -75,23 +72,24 @@ class Draws:
             _refuse("puts the random generator back and leaves it there")
 
     def _here(self) -> int:
-        place = self._places.get(_bytes(_state()))
-        return _refuse("seeds the random generator, or gives it a state from elsewhere") if place is None else place
+        place = torch.default_generator.initial_seed() - SEEDS
+        if 0 <= place <= len(self._draws):
+            return place
+        _refuse("seeds the random generator, or gives it a state from elsewhere")
 
 
-def _state() -> torch.Tensor:
+def _go(place: int) -> None:
+    torch.default_generator.manual_seed(SEEDS + place)
+
+
+def _get_state() -> torch.Tensor:
     with _disable_current_modes():
         return torch.default_generator.get_state()
 
 
-def _put(new_state: torch.Tensor) -> None:
+def _set_state(new_state: torch.Tensor) -> None:
     with _disable_current_modes():
         torch.default_generator.set_state(new_state)
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    with _disable_current_modes():
-        return state.numpy().tobytes()
 
 
 def _refuse(what: str) -> NoReturn:

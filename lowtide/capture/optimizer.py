@@ -25,7 +25,7 @@ def refuse_unknown(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CaptureError(
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
-            hint="pass optimizer=None for a step that needs none.",
+            hint="pass optimizer=None for a step that needs none; a step with two of them, as of a GAN, is two steps.",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CaptureError(

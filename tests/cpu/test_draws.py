@@ -16,6 +16,7 @@ import lowtide
 from lowtide.bench.predict import predict
 
 Step = Callable[..., Any]
+OUTSIDE = torch.get_rng_state()
 
 
 class Noise(nn.Module):
@@ -153,6 +154,11 @@ def draws_less(*_: Any) -> Tensor:
     return torch.rand(4)
 
 
+def goes_on_from_elsewhere(*_: Any) -> Tensor:
+    torch.set_rng_state(OUTSIDE)
+    return torch.rand(4)
+
+
 def stays_back(*_: Any) -> Tensor:
     before = torch.get_rng_state()
     drawn = torch.rand(8)
@@ -169,6 +175,7 @@ def stays_back(*_: Any) -> Tensor:
             nn.Linear(2, 2),
             r"test_draws\.py:\d+: the step puts the random generator back and draws something",
         ),
+        (goes_on_from_elsewhere, nn.Linear(2, 2), "gives it a state from elsewhere"),
         (stays_back, nn.Linear(2, 2), "the step puts the random generator back and leaves it there"),
         (step, Checkpointed(Weighted, use_reentrant=False), "draws something else than before"),
     ],
