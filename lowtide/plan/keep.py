@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lowtide.graph import Graph
+from collections.abc import Sequence
+
+from lowtide.graph import Graph, Read
 from lowtide.program import Free, Instruction, Program, Run
+
+Pairs = tuple[tuple[int, int], ...]  # (made, read): what is made sits on the bytes of what is read
 
 
 def keep_everything(graph: Graph) -> Program:
@@ -19,13 +23,30 @@ def as_eager(graph: Graph) -> Program:
     """
     end = len(graph.ordinary) - 1
     last = [end if value.eager_end < 0 else value.eager_end for value in graph.values]
-    return _in_order(graph, [max(at, maker) for at, maker in zip(last, graph.maker, strict=True)])
+    last = [max(at, maker) for at, maker in zip(last, graph.maker, strict=True)]
+    return _in_order(graph, last, [_summed(graph, last, op) for op in graph.ordinary])
 
 
-def _in_order(graph: Graph, last: list[int]) -> Program:
+def _summed(graph: Graph, last: list[int], op: int) -> Pairs:
+    """The pair (sum, gradient), where autograd adds up gradients on top of one that nobody else holds."""
+    item = graph.ops[op]
+    if item.target != "aten.add.Tensor" or item.phase != "backward" or item.kwargs or len(item.args) != 2:
+        return ()
+    made = graph.values[item.makes[0]]
+    for read in item.args:
+        if isinstance(read, Read) and read.view is None and last[read.value] == op and graph.maker[read.value] >= 0:
+            value = graph.values[read.value]
+            if (value.shape, value.stride, value.dtype) == (made.shape, made.stride, made.dtype):
+                return ((item.makes[0], read.value),)
+    return ()
+
+
+def _in_order(graph: Graph, last: list[int], sums: Sequence[Pairs] | None = None) -> Program:
     """The captured order, each value freed after the op `last[value]` unless it stays or is written over there."""
     staying = {item.value for item in graph.inputs if item.stays} | graph.required
-    over = [tuple(pair for pair in op.updates if last[pair[1]] <= number) for number, op in enumerate(graph.ops)]
+    over = [tuple(pair for pair in graph.ops[op].updates if last[pair[1]] <= op) for op in graph.ordinary]
+    for op, pairs in enumerate(sums or ()):
+        over[op] += tuple(pair for pair in pairs if pair[1] not in staying)
     overwritten = {old for pairs in over for _, old in pairs}
     made = {value for op in graph.ordinary for value in graph.makes[op]} | {item.value for item in graph.inputs}
     freed: list[list[int]] = [[] for _ in graph.ordinary]

@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide import models
+from lowtide.bench.predict import predict
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
 
@@ -51,6 +52,33 @@ def test_the_predicted_peak_is_the_metered_one(name: str) -> None:
     as_eager = lowtide.simulate(captured.graph, costs, lowtide.as_eager(captured.graph)).peak
     eager = stays + metered(lambda *batch: step(model, optimizer, *batch), example)
     assert eager == pytest.approx(as_eager, rel=0.005)
+
+
+class Scaled(nn.Module):
+    """Its backward adds up gradients where it needs most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(64, 256) for _ in range(3))
+        self.outer = nn.ModuleList(nn.Linear(256, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            hidden = torch.nn.functional.gelu(inner(x)) * 1.0
+            hidden[:, :64] *= 2.0
+            x = x + outer(hidden)
+        return x
+
+
+def test_autograd_adds_up_gradients_on_top_of_one_of_them() -> None:
+    def step(model: nn.Module, _: None, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    found = predict(step, Scaled(), None, (torch.randn(256, 64),))
+    assert found.ok, found
 
 
 def pairs_of(step: Any, make: Any = None) -> dict[str, bool]:
