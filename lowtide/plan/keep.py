@@ -19,7 +19,8 @@ def keep_everything(graph: Graph) -> Program:
 def as_eager(graph: Graph) -> Program:
     """Run the ops as captured and free each value where eager PyTorch lets go of it: what the user has today.
 
-    Where eager draws numbers again this only tells the bytes and can't run: it copies from what is gone.
+    It is there to tell the bytes. Autograd adds up gradients in place, which a program may only do where that was
+    measured to give the same bits; and where eager draws numbers again this copies from what is gone.
     """
     end = len(graph.ordinary) - 1
     last = [end if value.eager_end < 0 else value.eager_end for value in graph.values]

@@ -108,7 +108,7 @@ def _beside(eager: int, program: int) -> str:
         return "as high"
     if eager > program:
         return f"{show_bytes(eager - program)} more: PyTorch frees some values later"
-    return f"{show_bytes(program - eager)} less: the program keeps what PyTorch draws again"
+    return f"{show_bytes(program - eager)} less: PyTorch adds up gradients in place, or draws again"
 
 
 def _categories(profile: Profile, width: int) -> Iterator[RenderableType]:
