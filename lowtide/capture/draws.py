@@ -8,18 +8,22 @@ read and write what is not there; while a step is traced they are ours.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.origin import user_line
 from lowtide.errors import CaptureError
-from lowtide.graph import Read
+from lowtide.graph import Arg, Op, Read
 
+# Comparisons with a number, and what draws from [0, 1).
+COMPARED = {f"aten.{name}.Scalar": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+DRAWN = ("aten.rand.default", "aten.rand_like.default")
 SEEDS = 0x10_71DE << 32  # of the first place; people choose others
 
 
@@ -76,6 +80,48 @@ class Draws:
         if 0 <= place <= len(self._draws):
             return place
         _refuse("seeds the random generator, or gives it a state from elsewhere")
+
+
+def drawn(
+    func: Any,
+    plain_args: tuple[Any, ...],
+    plain_kwargs: dict[str, Any],
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    written: list[torch.Tensor],
+) -> Hashable | None:
+    """What a call draws: equal for calls that draw the same from the same state, None where tensors have a say."""
+    what: list[Hashable] = [str(func)]
+    named = [(str(place), plain, arg) for place, (plain, arg) in enumerate(zip(plain_args, args, strict=True))]
+    named += [(key, plain_kwargs[key], arg) for key, arg in kwargs]
+    for name, plain, arg in named:
+        if not isinstance(plain, torch.Tensor):
+            what.append((name, arg))
+        elif func._opname.endswith("_like") or any(plain is item for item in written):  # only its size counts
+            what.append((name, tuple(plain.shape), tuple(plain.stride()), plain.dtype))
+        else:
+            return None
+    return tuple(what)
+
+
+def foregone(ops: list[Op], read: Read) -> bool | None:
+    """The answer to a comparison of torch.rand, in [0, 1), with a number that is not inside; None for all others.
+
+    Models that can leave out layers at random ask at each layer, also where they never do.
+    """
+
+    def maker(value: int) -> Op | None:
+        return next((op for op in reversed(ops) if value in op.outputs), None)
+
+    asked = maker(read.value)
+    if asked is None or asked.target not in COMPARED:
+        return None
+    drawn, limit = asked.args
+    source = maker(drawn.value) if isinstance(drawn, Read) else None
+    if source is None or source.target not in DRAWN or not isinstance(limit, (int, float)) or 0 < limit < 1:
+        return None
+    answers = {COMPARED[asked.target](number, limit) for number in (0.0, 0.5)}  # zero may be drawn, one may not
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _go(place: int) -> None:

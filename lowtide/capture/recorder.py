@@ -7,9 +7,7 @@ value; a call that returns a view of a storage is no op but a way to read it.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.books import Books
-from lowtide.capture.draws import Draws
+from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
 from lowtide.capture.scalars import ScalarNode, refuse_data
@@ -33,9 +31,6 @@ IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift.default}
 UNDECLARED_WRITES = {aten.native_batch_norm.default: (3, 4)}
 # Calls that return the same outputs when they are given None for what they update.
 DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
-# Comparisons with a number, and what draws from [0, 1).
-COMPARED = {f"aten.{name}.Scalar": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
-DRAWN = ("aten.rand.default", "aten.rand_like.default")
 ACCUMULATES = 2**64 - 1  # the sequence number of autograd's AccumulateGrad nodes
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -134,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if fake.constant is not None:
             return aten._local_scalar_dense.default(fake.constant)
         if not tensor.dtype.is_floating_point:
-            answer = _foregone(self.ops, self.books.read(fake))
+            answer = foregone(self.ops, self.books.read(fake))
             if answer is not None:
                 return answer
             refuse_data("looks at the contents of a tensor", user_line())
@@ -188,7 +183,7 @@ class Recorder(TorchDispatchMode):
         what, same = None, None
         random = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, plain_args, plain_kwargs)
         if random:
-            what = _drawn(func, plain_args, plain_kwargs, recorded_args, recorded_kwargs, written)
+            what = drawn(func, plain_args, plain_kwargs, recorded_args, recorded_kwargs, written)
             same = self.draws.before(what)
         if same is not None:
             self.books.drawn_again.add((len(self.ops), same.value))
@@ -368,48 +363,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
             continue  # batch norm outside training leaves its statistics alone
         found += [item for item in (given if isinstance(given, (list, tuple)) else [given]) if item is not None]
     return found
-
-
-def _drawn(
-    func: Any,
-    plain_args: tuple[Any, ...],
-    plain_kwargs: dict[str, Any],
-    args: tuple[Arg, ...],
-    kwargs: tuple[tuple[str, Arg], ...],
-    written: list[torch.Tensor],
-) -> Hashable | None:
-    """What a call draws: equal for calls that draw the same from the same state, None where tensors have a say."""
-    what: list[Hashable] = [_name_of(func)]
-    named = [(str(place), plain, arg) for place, (plain, arg) in enumerate(zip(plain_args, args, strict=True))]
-    named += [(key, plain_kwargs[key], arg) for key, arg in kwargs]
-    for name, plain, arg in named:
-        if not isinstance(plain, torch.Tensor):
-            what.append((name, arg))
-        elif func._opname.endswith("_like") or any(plain is item for item in written):  # only its size counts
-            what.append((name, tuple(plain.shape), tuple(plain.stride()), plain.dtype))
-        else:
-            return None
-    return tuple(what)
-
-
-def _foregone(ops: list[Op], read: Read) -> bool | None:
-    """The answer to a comparison of torch.rand, in [0, 1), with a number that is not inside; None for all others.
-
-    Models that can leave out layers at random ask at each layer, also where they never do.
-    """
-
-    def maker(value: int) -> Op | None:
-        return next((op for op in reversed(ops) if value in op.outputs), None)
-
-    asked = maker(read.value)
-    if asked is None or asked.target not in COMPARED:
-        return None
-    drawn, limit = asked.args
-    source = maker(drawn.value) if isinstance(drawn, Read) else None
-    if source is None or source.target not in DRAWN or not isinstance(limit, (int, float)) or 0 < limit < 1:
-        return None
-    answers = {COMPARED[asked.target](number, limit) for number in (0.0, 0.5)}  # zero may be drawn, one may not
-    return answers.pop() if len(answers) == 1 else None
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
