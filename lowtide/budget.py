@@ -14,10 +14,14 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
-MACHINE, GROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MACHINE, PROCESS, GROUPS = Path("/proc/meminfo"), Path("/proc/self"), Path("/sys/fs/cgroup")
 LIMITS = (  # of the control group, of both kinds: the most, what is used now, and what that consists of
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+OWN_LIMITS = (  # of the process, as `ulimit` sets them: the most, and what is used now; in address space, not in pages
+    (re.compile(r"^Max data size\s+(\d+)", re.MULTILINE), re.compile(r"^VmData:\s+(\d+) kB", re.MULTILINE)),
+    (re.compile(r"^Max address space\s+(\d+)", re.MULTILINE), re.compile(r"^VmSize:\s+(\d+) kB", re.MULTILINE)),
 )
 CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # files in memory, which make room when asked
 FORM = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
@@ -38,13 +42,22 @@ def read_budget(budget: int | str, *, stays: int, eager_peak: int) -> int:
 
 
 def free_memory() -> int:
-    """The bytes that this process can still get: what is free on the machine, or left of its control group."""
-    left = [_available()]
+    """The bytes that this process can still get: what is free on the machine, or left of its limits."""
+    own = allowance()
+    left = [_available()] if own is None else [_available(), own]
     for limit, used, parts in LIMITS:
         most, now = _number(GROUPS / limit), _number(GROUPS / used)
         if most is not None and now is not None:
             left.append(most - now + max(map(int, CACHED.findall(_text(GROUPS / parts))), default=0))
     return max(0, min(left))
+
+
+def allowance() -> int | None:
+    """The bytes that the limits of this process alone still leave it (`ulimit -d`, `ulimit -v`); None: it has none."""
+    limits, status = _text(PROCESS / "limits"), _text(PROCESS / "status")
+    found = [(limit.search(limits), used.search(status)) for limit, used in OWN_LIMITS]
+    left = [int(limit[1]) - int(used[1]) * 1024 for limit, used in found if limit and used]
+    return max(0, min(left)) if left else None
 
 
 def _available() -> int:

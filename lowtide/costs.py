@@ -24,6 +24,7 @@ class Costs:
     machine: str  # processor, threads and library version, for people
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
+    code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
     def stays(self, graph: Graph) -> int:
@@ -50,6 +51,7 @@ class Costs:
             "origin": self.origin,
             "machine": self.machine,
             "bandwidth": [list(pair) for pair in self.bandwidth],
+            "code": self.code,
             "notes": list(self.notes),
         }
         files.save(path, "costs", payload, force=force)
@@ -69,6 +71,7 @@ class Costs:
                 machine=str(data["machine"]),
                 inside=tuple(map(int, data.get("inside", ()))),
                 bandwidth=tuple((str(place), float(rate)) for place, rate in data["bandwidth"]),
+                code=int(data.get("code", 0)),
                 notes=tuple(map(str, data["notes"])),
             )
         except (KeyError, TypeError, ValueError) as error:

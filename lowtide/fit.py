@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lowtide import report
-from lowtide.allocator.arena import ArenaError
+from lowtide.allocator.arena import ArenaError, give_back
 from lowtide.budget import free_memory, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
@@ -33,6 +33,8 @@ SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 FREE = 0.9  # of the memory that is free: the budget where none is given
 TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget, or finds less memory
+BESIDE = 32 * 2**20  # bytes that the libraries below torch take beside a step, but for the code that they compile
+PLANNING = 24 * 2**20  # bytes that planning anew leaves behind in the heap
 CRAMPED, SHRINK = 8 * 2**20, 0.03  # bytes, and of the arena: how much less it then asks for, at least
 
 Tell = Callable[[str], None]
@@ -142,6 +144,7 @@ class _Fit:
     tightened: int = 0  # times
     cramped: int = 0  # times that there was no memory for its arena
     settled: bool = False  # it stays as it is, also above the budget
+    began: bool = False  # a step was taken: what libraries keep for themselves is there
 
 
 class Fitted:
@@ -290,17 +293,28 @@ class Fitted:
     def _take(self, fit: _Fit, batch: tuple[Any, ...]) -> Any:
         """One step; where the system has no memory for its arena, it is planned anew with less, a few times."""
         while fit.cramped < TIGHTER:
-            fit.runner.insists = True
+            fit.runner.insists, fit.runner.beside = True, 0 if fit.began else BESIDE + fit.costs.code
             try:
-                return fit.runner(*batch)
+                result = fit.runner(*batch)
             except ArenaError as error:  # before anything ran
-                less = max(CRAMPED, int(SHRINK * fit.plan.program.arena))
-                none_fits = self._plan_anew(fit, fit.plan.peak - less, fit.costs)
-                fit.cramped = TIGHTER if none_fits else fit.cramped + 1
-                if not none_fits:
-                    warnings.warn(f"{error.message} It is planned anew, with less.", LowtideWarning, stacklevel=3)
+                self._shrink(fit, error)
+                continue
+            fit.began = True
+            return result
         fit.runner.insists = False
         return fit.runner(*batch)
+
+    def _shrink(self, fit: _Fit, error: ArenaError) -> None:
+        """Plan a step anew with as much less as is missing, if that can be."""
+        less = max(error.short, CRAMPED, int(SHRINK * fit.plan.program.arena))
+        for aim in (fit.plan.peak - less - PLANNING, fit.plan.peak - less):
+            if (why := self._plan_anew(fit, aim, fit.costs)) is None:
+                break
+        give_back()
+        then = "It is planned anew, with less." if why is None else f"No plan with less is known: {why}"
+        warnings.warn(f"{error.message} {then}", LowtideWarning, stacklevel=4)
+        fit.cramped = TIGHTER if why is not None and fit.began else fit.cramped + 1
+        fit.began = fit.began or why is not None  # it is tried as it is
 
     def _plan_anew(self, fit: _Fit, aim: int, costs: Costs) -> str | None:
         """Plan a step again with another aim, in bytes, or other costs; why not, where nothing fits."""

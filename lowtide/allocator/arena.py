@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import threading
 import weakref
@@ -27,9 +28,15 @@ from lowtide.allocator import build
 from lowtide.allocator.build import AllocatorUnavailable
 from lowtide.errors import LowtideError
 
+SPARE = 8 * 2**20  # bytes that must be there beside an arena: ops allocate outside it too
+
 
 class ArenaError(LowtideError):
-    """The system has not the memory that an arena needs."""
+    """The system has not the memory that an arena needs, or a step that learns how to use one."""
+
+    def __init__(self, message: str, *, hint: str | None = None, short: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.short = short  # bytes that are missing; 0: that is not known
 
 
 class Event(NamedTuple):
@@ -67,9 +74,8 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         library = build.load()
         self.nbytes = nbytes
-        self.handle = library.lowtide_arena_map(nbytes)
-        if not self.handle and _give_back():
-            self.handle = library.lowtide_arena_map(nbytes)
+        there = _there(nbytes + SPARE) or (give_back() and _there(nbytes + SPARE))
+        self.handle = library.lowtide_arena_map(nbytes) if there else None
         if not self.handle:
             raise ArenaError(
                 f"the system has no {nbytes:,} bytes for the arena of this step.",
@@ -83,7 +89,16 @@ class Arena:
         return int(build.load().lowtide_arena_blocks(self.handle)) if self.close.alive else 0
 
 
-def _give_back() -> bool:
+def _there(nbytes: int) -> bool:
+    """Whether the system would give so many bytes; no page of them is touched."""
+    try:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def give_back() -> bool:
     """Let the heap give the system what nobody uses; whether it gave anything."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc's heap has it
     gc.collect()

@@ -14,6 +14,7 @@ import torch
 from lowtide import allocator
 from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import POOL, ArenaError, Step, Stepping, Tape, stepping
+from lowtide.budget import allowance
 from lowtide.captured import Captured
 from lowtide.errors import LowtideWarning
 from lowtide.execute.binding import Binding
@@ -36,7 +37,8 @@ class Runner:
     def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
         self.captured = captured
         self.program = program
-        self.insists = False  # on its arena: without memory for that it raises an ArenaError, and has run nothing
+        self.insists = False  # on memory: without what its arena needs it raises an ArenaError, and has run nothing
+        self.beside = 0  # bytes that libraries will take beside the step, if it insists
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
         self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
         self.mismatches = 0  # allocations of all steps that did not follow the plan
@@ -107,6 +109,8 @@ class Runner:
                 self._tape = None
         if self._tape is None:
             POOL.empty()  # a step that learns needs the memory
+            if self.insists:
+                self._look_for_room()
         context = stepping(cursor, self._tape, arena)
         stack.callback(context.end)  # an interruption may come before the next line is done
         try:
@@ -115,6 +119,17 @@ class Runner:
             _without_arena(error.message, error.hint)
             return None
         return context
+
+    def _look_for_room(self) -> None:
+        """Raise an ArenaError where the limits of this process leave too little for the step."""
+        left, adds = allowance(), self.program.arena
+        if left is not None and left < adds + self.beside:
+            raise ArenaError(
+                f"the limits of this process leave it {left:,} bytes; the step takes {adds:,} of them, and libraries "
+                f"may take {self.beside:,} beside it.",
+                hint="give a smaller budget, or a larger limit.",
+                short=adds + self.beside - left,
+            )
 
     def _begin(self, inputs: list[Any], stack: ExitStack, cursor: array[int]) -> Any:
         """Call the program."""

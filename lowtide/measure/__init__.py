@@ -104,6 +104,7 @@ def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, An
         in_place=tuple(in_place),
         origin="measured",
         machine=machine(),
+        code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
     )
 

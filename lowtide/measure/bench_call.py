@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +81,9 @@ class Call:
 def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     """Measure one specimen; without a meter its temporaries stay unknown, and nothing is certified."""
     call = Call(specimen)
-    call.run()  # the first call may allocate for good, or choose a kernel
+    code = _code()
+    call.run()  # the first call may allocate for good, or choose a kernel, or compile one
+    code = max(0, _code() - code)
     room, returned = _room(call.run) if metered else (None, call.run())
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
@@ -92,7 +95,18 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
         "inside": inside,
         "outputs": fresh,
         "in_place": pairs,
+        "code": code,
     }
+
+
+def _code() -> int:
+    """The bytes of address space for code that this process compiled itself: it may both write to them and run them."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return 0
+    spans = (line.split()[0].split("-") for line in lines if line.split()[1] == "rwxp")
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 
 @dataclass(frozen=True)

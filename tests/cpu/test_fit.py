@@ -177,6 +177,10 @@ def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
     assert roomy.plan.overhead == 0
 
 
+DATA = "Limit                     Soft Limit  Hard Limit  Units\nMax data size             {}  unlimited  bytes\n"
+METERED = {"meminfo": "MemAvailable: 9000 kB\n"}
+
+
 @pytest.mark.parametrize(
     ("files", "free"),
     [
@@ -195,10 +199,22 @@ def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
             },
             5000,
         ),
+        ({"process/limits": DATA.format("unlimited"), "process/status": "VmData:\t9 kB\n", **METERED}, 9000 * 1024),
+        ({"process/limits": DATA.format(4096), "process/status": "VmData:\t3 kB\n", **METERED}, 1024),
+        ({"process/limits": DATA.format(4096), "process/status": "VmData:\t5 kB\n", **METERED}, 0),
+        (
+            {
+                "process/limits": DATA.format(9_000_000) + "Max address space         8192    8192    bytes\n",
+                "process/status": "VmSize:\t6 kB\nVmData:\t5 kB\n",
+                **METERED,
+            },
+            2048,
+        ),
     ],
 )
 def test_what_is_free(files: dict[str, str], free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(budgets, "PROCESS", tmp_path / "process")
     monkeypatch.setattr(budgets, "GROUPS", tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -369,6 +385,30 @@ def test_where_there_is_no_memory_for_the_arena_it_is_planned_with_less(monkeypa
     assert 0 < twins.train.arena_bytes <= room
     twins.both()
     twins.both()
+    assert twins.train.mismatches == 0
+    assert twins.train.peak <= twins.train.plan.budget
+
+
+@pytest.mark.parametrize("missing", [1000, fitting.BESIDE])
+def test_where_limits_leave_too_little_beside_it_it_is_planned_with_less(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(budget="90%")
+    arena, code = twins.train.arena_bytes, twins.train.costs.code
+    left = arena + fitting.BESIDE + code - missing
+    monkeypatch.setattr(runner, "allowance", lambda: left)
+    monkeypatch.setattr(fitting, "PLANNING", 500)
+    monkeypatch.setattr(fitting, "CRAMPED", 64)
+    known = missing == 1000
+    numbers = (
+        f"leave it {left:,} bytes; the step takes {arena:,} of them, and libraries may take {fitting.BESIDE + code:,}"
+    )
+    how = "It is planned anew, with less" if known else "No plan with less is known: no plan"
+    with pytest.warns(LowtideWarning, match=f"{numbers} beside it. {how}"):
+        twins.both()
+    assert (twins.train.arena_bytes <= arena - missing) == known
+    for _ in range(3):
+        twins.both()
     assert twins.train.mismatches == 0
     assert twins.train.peak <= twins.train.plan.budget
 

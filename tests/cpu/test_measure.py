@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,27 @@ def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
 
     room, _ = bench_call._room(fragments)
     assert (room.extra, room.inside) == (704 + 64, 764), "here and there in the heap, but in one piece of the arena"
+
+
+def test_the_code_that_a_library_compiles_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = 3 * mmap.PAGESIZE
+    before = bench_call._code()
+    with mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC):
+        assert bench_call._code() == before + pages
+    with mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE):
+        assert bench_call._code() == before, "what can't be run is no code"
+
+    def compiling(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for specimen in specimens:
+            yield {"seconds": 1.0, "extra": 0, "inside": 0, "in_place": [], "code": 10} | {
+                "outputs": [None] * len(specimen["outputs"])
+            }
+
+    monkeypatch.setattr(measuring, "_ask", compiling)
+    graph = lowtide.capture(*models.build("mlp:depth=6")).graph
+    costs = lowtide.measure(graph, cache=False)
+    assert 0 < costs.code < 10 * len(graph.ordinary), "the same op twice has the same code"
+    assert costs.code % 10 == 0
 
 
 def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
