@@ -20,6 +20,7 @@ from lowtide import allocator, files, kernels
 from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.graph import Graph
+from lowtide.kernels import own
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 
@@ -171,9 +172,11 @@ def _end(process: subprocess.Popen[str]) -> int:
 
 
 def _how() -> list[str]:
-    """What the answers depend on besides the machine: the code that measures."""
-    own = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py")]
-    return [path.read_text(encoding="utf-8") for path in (*own, Path(scratch.__file__))]
+    """What the answers depend on besides the machine: the code that measures, and our own kernels."""
+    here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py")]
+    return [
+        path.read_text(encoding="utf-8") for path in (*here, Path(scratch.__file__), Path(own.__file__), own.SOURCE)
+    ]
 
 
 class _Book:

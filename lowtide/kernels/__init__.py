@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import ProgramError
+from lowtide.kernels.own import quicker
 
 OPERATORS = frozenset({"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos", "abs"})
 FAMILIES = frozenset({"dtype", "layout", "memory_format"})
@@ -39,13 +40,13 @@ def overload(target: str) -> Any:
 
 
 def kernel(target: str) -> Any:
-    """What the generated code calls for a target."""
+    """What the generated code calls for a target: torch's kernel, or one of ours that gives the same bits sooner."""
     namespace, _, name = target.partition(".")
     if namespace == "operator":
         if name not in OPERATORS:
             raise ProgramError("no such", f"no scalar op {target}")
         return getattr(operator, name)
-    return overload(target)._op
+    return quicker(target) or overload(target)._op
 
 
 def returns_one(target: str) -> bool:
