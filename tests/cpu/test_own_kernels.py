@@ -174,6 +174,16 @@ def test_other_batch_norms_stay_with_torch(x: Tensor, training: bool) -> None:
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("channels", "threads", "busy"), [(3, 1, True), (8, 2, False), (64, 2, True), (64, 64, False), (512, 64, True)]
+)
+def test_few_channels_are_left_to_many_threads(
+    channels: int, threads: int, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert own._busy(channels) == busy
+
+
 # Max pooling
 
 
