@@ -23,6 +23,8 @@ SOURCE = Path(__file__).with_name("own.cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-ldl")
 LEAST = 2**14  # elements: for fewer, torch has done it before we have asked
 IMAGE = 8  # elements of a channel in one input: for fewer, torch's is as quick
+STATE = 5056  # bytes of a saved generator, as own.cpp reads them
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # of trials, whatever the user's default is
 LANES = 8  # channels that are added up side by side
 ROUNDINGS = (3, 0, 1, 2)  # of torch's batch norm, as own.cpp numbers them
 
@@ -99,6 +101,8 @@ def _same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 def _bernoulli(library: ctypes.CDLL) -> Callable[..., Any] | None:
     """Torch draws one number after the other, ten nanoseconds each; ours come in blocks, from the same generator."""
     theirs, default = torch.ops.aten.bernoulli_.float._op, torch.default_generator
+    if default.get_state().numel() != STATE:
+        return None
 
     def draw(tensor: Tensor, p: float) -> None:
         state = default.get_state()
@@ -113,7 +117,7 @@ def _bernoulli(library: ctypes.CDLL) -> Callable[..., Any] | None:
         return self
 
     for count, p in ((1, 0.5), (1000, 0.9), (1001, 1 / 3)):  # within a block, over its end, and from half a number
-        state, mine, other = default.get_state(), torch.empty(count), torch.empty(count)
+        state, mine, other = default.get_state(), torch.empty(count, **FLOATS), torch.empty(count, **FLOATS)
         draw(mine, p)
         after = default.get_state()
         default.set_state(state)
@@ -142,7 +146,7 @@ def _batch_norm(library: ctypes.CDLL) -> Callable[..., Any] | None:
 
     def exact(rounding: int) -> bool:
         for shape in ((2, 3, 5, 7), (4, 16, 8, 8), (3, 21, 33)):
-            x, own = torch.randn(shape) * 3 + 1, [torch.rand(shape[1]) for _ in range(4)]
+            x, own = torch.randn(shape, **FLOATS) * 3 + 1, [torch.rand(shape[1], **FLOATS) for _ in range(4)]
             other = [tensor.clone() for tensor in own]
             mine = normalize(rounding, x, own, 0.1, 1e-5)
             if not _same([*mine, *own], [*theirs(x, *other, True, 0.1, 1e-5), *other]):
@@ -192,7 +196,7 @@ def _max_pool(library: ctypes.CDLL) -> Callable[..., Any] | None:
     def pool(x: Tensor, sizes: Sequence[tuple[int, int]], ceil_mode: bool) -> tuple[Tensor, Tensor]:
         height, width = (_pooled(x.shape[2 + axis], [size[axis] for size in sizes], ceil_mode) for axis in (0, 1))
         made = x.new_empty(x.shape[0], x.shape[1], height, width)
-        where = torch.empty(made.shape, dtype=torch.int64)
+        where = torch.empty_like(made, dtype=torch.int64)
         pairs = (_PAIR(*size) for size in sizes)
         tensors = [tensor.data_ptr() for tensor in (x, made, where)]
         planes = x.shape[0] * x.shape[1]
@@ -215,7 +219,7 @@ def _max_pool(library: ctypes.CDLL) -> Callable[..., Any] | None:
         return pool(self, sizes, ceil_mode)
 
     for number, sizes in enumerate((((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 3), (2, 1), (0, 1), (1, 2)))):
-        x = torch.randn(2, 3, 11, 13)
+        x = torch.randn(2, 3, 11, 13, **FLOATS)
         x[0, 0, 2, 3], x[0, 1, :5] = math.nan, -math.inf
         x[1] = x[1].round()  # the first of equals
         mine, other = pool(x, sizes, bool(number)), theirs(x, *sizes, bool(number))

@@ -245,6 +245,26 @@ def test_a_kernel_that_gives_other_bits_is_not_used(target: str) -> None:
     assert torch.equal(state, torch.get_rng_state()), "the trial leaves the generator as it was"
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_they_are_tried_as_they_are_used_whatever_the_defaults(target: str) -> None:
+    library = own._library()
+    assert library is not None
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert own._MAKERS[target](library) is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_a_generator_that_is_saved_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = own._library()
+    assert library is not None
+    monkeypatch.setattr(own, "STATE", own.STATE + 8)
+    assert own._MAKERS[BERNOULLI](library) is None
+
+
 def test_without_a_compiler_torchs_kernels_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> ctypes.CDLL:
         raise native.NativeUnavailable("there is no compiler.")
