@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, LowtideError
 from lowtide.graph import Input
 
 # What schedulers change between steps; every other option is a constant of the graph and checked at each call.
@@ -161,8 +161,16 @@ def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
 
 
 def make_state(optimizer: torch.optim.Optimizer, needed: list[tuple[torch.Tensor, str]]) -> None:
-    """Make the real state of these parameters where it is still missing."""
+    """Make the real state of these parameters where it is still missing: of all of them, or of none."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in dict.fromkeys(parameter for parameter, _ in needed):
-        if not optimizer.state.get(parameter):
-            optimizer.state[parameter] = initial_state(optimizer, groups[id(parameter)], parameter)
+    missing = [one for one in dict.fromkeys(parameter for parameter, _ in needed) if not optimizer.state.get(one)]
+    try:
+        made = [initial_state(optimizer, groups[id(parameter)], parameter) for parameter in missing]
+    except (RuntimeError, MemoryError) as error:
+        nbytes = sum(parameter.nbytes for parameter in missing)
+        raise LowtideError(
+            f"the state of {type(optimizer).__name__} for {len(missing)} parameters of {nbytes:,} bytes can't be made: "
+            f"{str(error).splitlines()[0]} Nothing was changed.",
+            hint="give the process more memory, or take an optimizer with less state.",
+        ) from error
+    optimizer.state.update(zip(missing, made, strict=True))

@@ -52,6 +52,10 @@ def answering(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
             if error.hint is not None:
                 _tell("hint", error.hint, "bold")
             raise typer.Exit(error.exit_code) from None
+        except MemoryError:
+            _tell("error", "there is no memory left to go on with; nothing was saved.", "bold red")
+            _tell("hint", "end what else uses the memory, or raise the limits of this process (ulimit -d, -v).", "bold")
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             _tell("interrupted", "nothing was saved.", "bold")
             raise typer.Exit(130) from None

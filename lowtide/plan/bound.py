@@ -151,13 +151,16 @@ class Stages:
         self._memory(rows)
         self._presence(rows)
         self._demands(rows)
-        done = milp(
-            cost,
-            constraints=rows.constraints(),
-            integrality=np.zeros(self.variables) if relaxed else np.ones(self.variables),
-            bounds=bounds,
-            options={"time_limit": max(0.05, seconds)},
-        )
+        try:
+            done = milp(
+                cost,
+                constraints=rows.constraints(),
+                integrality=np.zeros(self.variables) if relaxed else np.ones(self.variables),
+                bounds=bounds,
+                options={"time_limit": max(0.05, seconds)},
+            )
+        except MemoryError:  # under a limit of the process; nothing is proven then
+            return 0.0
         proven = done.fun if relaxed or done.status == 0 else done.mip_dual_bound
         if done.status == 2:
             return float("inf")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lowtide.bench import capture as captures
-from lowtide.cli import app
+from lowtide.cli import app, talk
 from lowtide.errors import BudgetError
 from lowtide.models import SMALL, catalog
 
@@ -359,3 +360,35 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_printed() -> None:
     assert run("--version")[0].split()[0] == "lowtide"
+
+
+# Without memory
+
+
+def test_no_memory_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    @talk.answering
+    def starve() -> None:
+        raise MemoryError
+
+    with pytest.raises(typer.Exit) as ended:
+        starve()
+    assert ended.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert "error: there is no memory left" in said
+    assert "hint: end what else uses the memory" in said
+
+
+def test_without_memory_to_prove_a_bound_the_plan_is_still_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("plan", SMALL["gpt"], "--budget", "40%", "--costs", "roofline", "--time-limit", "0.5")
+    proven = run_json(*arguments)
+
+    def starve(*_: Any, **__: Any) -> Any:
+        asked.append(1)
+        raise MemoryError
+
+    asked: list[int] = []
+    monkeypatch.setattr(importlib.import_module("lowtide.plan.bound"), "milp", starve)
+    found = run_json(*arguments)
+    assert asked
+    assert found["predicted_peak"] <= found["budget"]
+    assert found["bound"] <= proven["bound"]

@@ -24,8 +24,9 @@ import lowtide
 from lowtide import allocator, models
 from lowtide.allocator.arena import POOL, ArenaError
 from lowtide.bench import limited, resident
+from lowtide.capture import optimizer as optimizers
 from lowtide.costs import Costs
-from lowtide.errors import BudgetError, LowtideWarning, UsageError
+from lowtide.errors import BudgetError, LowtideError, LowtideWarning, UsageError
 from lowtide.execute import runner
 
 budgets = importlib.import_module("lowtide.budget")
@@ -411,6 +412,30 @@ def test_where_limits_leave_too_little_beside_it_it_is_planned_with_less(
         twins.both()
     assert twins.train.mismatches == 0
     assert twins.train.peak <= twins.train.plan.budget
+
+
+def test_without_memory_for_the_optimizers_state_none_of_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    optimizer = torch.optim.Adam(model.parameters())
+    train = lowtide.fit(step, model, optimizer, example=example, budget="90%", time_limit=0.5)
+    make, calls = optimizers.initial_state, []
+
+    def scarce(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes.\nmore lines")
+        return make(*args)
+
+    monkeypatch.setattr(optimizers, "initial_state", scarce)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    words = rf"the state of Adam for 8 parameters of {nbytes:,} bytes can't be made: .* 8 bytes. Nothing was changed"
+    with pytest.raises(LowtideError, match=words):
+        train(*example)
+    assert not optimizer.state
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    train(*example)
+    assert len(optimizer.state) == 8
 
 
 # Where the system holds it to its budget, and for long
