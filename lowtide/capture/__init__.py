@@ -8,15 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.capture import optimizer as optimizers
 from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.recorder import Recorder
@@ -24,6 +17,7 @@ from lowtide.capture.stand_in import fake_like, stand_ins, unchanged_attributes
 from lowtide.captured import Captured, Slot, TensorSpec
 from lowtide.errors import CaptureError
 from lowtide.graph import Graph, Input, Kind, Output
+from lowtide.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 __all__ = ["capture"]
 
@@ -55,7 +49,7 @@ def _slots(model: torch.nn.Module, optimizer: Any) -> dict[str, Slot]:
     found: dict[str, Slot] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for registry in (module._parameters, module._buffers):
+        for registry in private.registries(module)[:2]:
             for key, tensor in registry.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -84,7 +78,7 @@ def _one_device(tensors: Mapping[str, torch.Tensor]) -> str:
 def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that are not plain, dense and free of hooks."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        if isinstance(tensor, FakeTensor) or private.is_traceable_wrapper_subclass(tensor):
             kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
             raise CaptureError(
                 f"{name!r} is a {kind}, a tensor subclass that stands for other tensors.",
@@ -97,7 +91,7 @@ def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name!r}, of shape {tuple(tensor.shape)}, has a history (grad_fn): it belongs to an earlier step.",
                 hint="detach it before you pass it to the step.",
             )
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
             raise CaptureError(
                 f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
                 hint="remove the hook and do its work in the step, after backward().",
@@ -136,8 +130,7 @@ class _Trace:
                 self.gradients[name] = self.tensors[name] if gradient is None else gradient
         self.notes = () if optimizer is None else optimizers.plain_loop_note(optimizer)
         self.options = () if optimizer is None else optimizers.constant_options(optimizer)
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake_mode.cache_enabled = False  # `Recall` is ours; torch's made graphs depend on what was there before
+        self.fake_mode = private.fake_mode()
         self.origins = Origins(model, optimizer)
         self.recorder = Recorder(self.fake_mode, self.origins, self.device)
 

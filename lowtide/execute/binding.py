@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.captured import Captured, TensorSpec
 from lowtide.errors import BatchError
 
@@ -92,7 +92,7 @@ class Binding:
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key] = tensor
         if self.updates:
-            captured.optimizer._opt_called = True  # what schedulers look at
+            private.mark_stepped(captured.optimizer)
         return captured.results.build(
             [leaf[0] if isinstance(leaf, tuple) else outputs[leaf] for leaf in captured.result_leaves]
         )
