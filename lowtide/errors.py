@@ -64,3 +64,7 @@ class StepError(LowtideError):
         super().__init__(message, hint=hint)
         self.parameters = parameters  # that it had updated, or whose optimizer state it had
         self.buffers = buffers
+
+
+class VersionError(LowtideError, ImportError):
+    """A torch that lowtide can't use, found at `import lowtide`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
+from lowtide import kernels, private
 from lowtide.captured import Captured
 from lowtide.errors import BatchError, UsageError
 from lowtide.execute.binding import StaleError
@@ -56,7 +56,7 @@ class Half:
         try:
             self._context = runner._arrange(self._stack, self._cursor)
             self._program = runner._begin(inputs, self._stack, self._cursor)
-            with torch._C._AutoDispatchBelowAutograd():
+            with private.below_autograd():
                 self.outputs = next(self._program)
             if self._context is not None:
                 self._context.pause()
@@ -65,7 +65,7 @@ class Half:
             self._failed(error, runner._state)
             raise
         needed += [("an output of the model", self.outputs[place]) for place in runner.outputs_again]
-        self._needed = [(name, tensor, tensor._version) for name, tensor in needed]
+        self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
@@ -79,7 +79,7 @@ class Half:
         if self._context is not None:
             self._context.resume(sum(tensor.nbytes for tensor in found))
         try:
-            with torch._C._AutoDispatchBelowAutograd():
+            with private.below_autograd():
                 self._program.send(found)
         except StopIteration as end:
             result = self._runner._binding.leave(end.value)
@@ -106,7 +106,7 @@ class Half:
     def _unchanged(self) -> None:
         """What the second half reads must be what the first half read, as autograd demands it, too."""
         for name, tensor, version in self._needed:
-            if tensor._version != version:
+            if private.version_of(tensor) != version:
                 raise UsageError(
                     f"{name} was changed in place between forward and backward, which needs it as it was.",
                     hint="make a new tensor instead (y = y + 1), or change it after backward().",

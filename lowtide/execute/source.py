@@ -18,6 +18,7 @@ from lowtide import kernels
 from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
 from lowtide.graph import Arg, Constant, Graph, Op, Read
+from lowtide.private import bare_kernel
 from lowtide.program import Copy, Free, Program, Run, Wait
 
 FILE = "<lowtide program>"  # as which tracebacks name it
@@ -103,7 +104,7 @@ class _Writer:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
             overload, out = found or _no_overwriter(op)
-            target, results = self.constant(overload._op), ""
+            target, results = self.constant(bare_kernel(overload)), ""
             arguments += [] if out is None else [f"{out}={onto.name}"]
         call = f"{target}({', '.join(arguments)})" if target else f"yield {arguments[1]} + {arguments[2]}"
         self.draw(instruction, f"{results} = {call}" if results else call)
@@ -140,7 +141,7 @@ class _Writer:
         if (value.shape, value.stride) == (self.graph.values[old].shape, self.graph.values[old].stride):
             return before
         made = _Tensor(self.fresh())
-        view = self.constant(torch.ops.aten.as_strided.default._op)
+        view = self.constant(bare_kernel(torch.ops.aten.as_strided.default))
         self.emit(f"{made.name} = {view}({before.name}, {list(value.shape)}, {list(value.stride)}, 0)")
         made.views["before"] = before.name  # the old names go when the new value goes
         made.views.update((("before", key), name) for key, name in before.views.items())
@@ -167,7 +168,7 @@ class _Writer:
     def clone(self, value: int) -> _Tensor:
         """A copy of a value that an op is about to write to while somebody still needs it."""
         made = _Tensor(self.fresh())
-        clone = self.constant(torch.ops.aten.clone.default._op)
+        clone = self.constant(bare_kernel(torch.ops.aten.clone.default))
         self.emit(f"{made.name} = {clone}({self.held[value].name})")
         return made
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide import native
+from lowtide.private import bare_kernel
 
 SOURCE = Path(__file__).with_name("own.cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-ldl")
@@ -100,7 +101,7 @@ def _same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 def _bernoulli(library: ctypes.CDLL) -> Callable[..., Any] | None:
     """Torch draws one number after the other, ten nanoseconds each; ours come in blocks, from the same generator."""
-    theirs, default = torch.ops.aten.bernoulli_.float._op, torch.default_generator
+    theirs, default = bare_kernel(torch.ops.aten.bernoulli_.float), torch.default_generator
     if default.get_state().numel() != STATE:
         return None
 
@@ -132,7 +133,7 @@ def _bernoulli(library: ctypes.CDLL) -> Callable[..., Any] | None:
 
 def _batch_norm(library: ctypes.CDLL) -> Callable[..., Any] | None:
     """Torch adds up one channel after the other, each number when the last one is in; ours adds up eight at a time."""
-    theirs = torch.ops.aten.native_batch_norm.default._op
+    theirs = bare_kernel(torch.ops.aten.native_batch_norm.default)
 
     def normalize(
         rounding: int, x: Tensor, parameters: Sequence[Tensor | None], momentum: float, eps: float
@@ -191,7 +192,7 @@ def _together(library: ctypes.CDLL) -> bool:
 
 def _max_pool(library: ctypes.CDLL) -> Callable[..., Any] | None:
     """Torch looks at one window after the other; ours goes over a row of them at once."""
-    theirs = torch.ops.aten.max_pool2d_with_indices.default._op
+    theirs = bare_kernel(torch.ops.aten.max_pool2d_with_indices.default)
 
     def pool(x: Tensor, sizes: Sequence[tuple[int, int]], ceil_mode: bool) -> tuple[Tensor, Tensor]:
         height, width = (_pooled(x.shape[2 + axis], [size[axis] for size in sizes], ceil_mode) for axis in (0, 1))
