@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide import tree
 from lowtide.capture import optimizer as optimizers
+from lowtide.capture.door import refuse_at_the_door
 from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like, stand_ins, unchanged_attributes
@@ -37,6 +38,7 @@ def capture(step: Callable[..., Any], model: torch.nn.Module, optimizer: Any, ex
         )
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
+    refuse_at_the_door(step, model, example)
     if optimizer is not None:
         optimizers.refuse_unknown(optimizer)
     captured, left = _Trace(step, model, optimizer, example).run()
