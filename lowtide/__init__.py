@@ -17,6 +17,7 @@ from lowtide.errors import (
     ProgramError,
     StepError,
     UsageError,
+    VerifyError,
 )
 from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit
@@ -50,6 +51,7 @@ __all__ = [
     "Simulation",
     "StepError",
     "UsageError",
+    "VerifyError",
     "Wait",
     "Wrapped",
     "as_eager",

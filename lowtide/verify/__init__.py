@@ -131,6 +131,8 @@ class Verifier:
                 )
             del again, result
             return blame(runner, batch, log.calls, back)
+        except Exception as error:  # that something differs is known, and more important
+            return Blame(None, f"which op is to blame could not be found: {type(error).__name__}: {error}")
         finally:
             back()
 

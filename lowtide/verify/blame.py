@@ -247,7 +247,7 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
 
     names = {name: noting(thing) if _is_kernel(name, thing) else thing for name, thing in function.__globals__.items()}
     cursor: array[int] = runner._cursor
-    runner._function = FunctionType(function.__code__, names, function.__name__)
+    runner._function = FunctionType(function.__code__, names, function.__name__, None, function.__closure__)
     try:
         yield
     finally:
