@@ -210,3 +210,15 @@ def test_lazy_modules() -> None:
         warnings.simplefilter("ignore")
         lazy = nn.LazyLinear(8)
     refused(inside(lambda part: lazy), "parameter '0.weight'", "lazy", "call the model once")
+
+
+def test_a_model_without_numbers_is_planned_but_not_trained() -> None:
+    step, model, _, (x, y) = recipe(plain)()
+    model = model.to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (x.to("meta"), y.to("meta"))
+    lowtide.capture(step, model, optimizer, batch)
+    with pytest.raises(CaptureError, match="meta device"):
+        lowtide.fit(step, model, optimizer, example=batch, costs="roofline")
+    with pytest.raises(CaptureError, match="meta device"):
+        lowtide.wrap(model, example=batch[:1], costs="roofline")

@@ -17,8 +17,7 @@ from torch.nn import functional
 from twins import assert_same, everything
 
 import lowtide
-from lowtide import UsageError, kernels, models
-from lowtide.errors import VerifyError
+from lowtide import LowtideWarning, UsageError, VerifyError, kernels, models
 from lowtide.graph import Op
 from lowtide.verify import Verifier
 from lowtide.verify.blame import Eager, align
@@ -215,6 +214,14 @@ def test_generators_are_compared(draw: Callable[[], Any]) -> None:
     assert error.differing[0] in ("Python's random", "numpy's generator", "torch's generator")
 
 
+def test_an_op_that_can_not_be_found_hides_no_difference() -> None:
+    runner = runner_of(*recipe(plain)())
+    captured, batch = runner.captured, recipe(plain)()[3]
+    verifier = Verifier(plain, captured.model, captured.optimizer, 1)
+    with pytest.raises(VerifyError, match=r"the result: 1 of 1 elements(.|\n)*could not be found"):
+        verifier.check(batch, lambda *_: torch.zeros(()), lambda: None)  # type: ignore[arg-type,return-value]
+
+
 def test_a_second_verified_step_after_one_that_differed() -> None:
     runner = runner_of(*recipe(plain)())
     captured, batch = runner.captured, recipe(plain)()[3]
@@ -328,3 +335,50 @@ def test_numbers_are_compared_to_the_bit() -> None:
     assert differs(torch.tensor([0.0]), torch.tensor([-0.0]), Tally()) == "1 of 1 elements, by at most 0"
     assert "int64" in str(differs(torch.tensor([1.0]), torch.tensor([1]), Tally()))
     assert differs(1, True, Tally()) == "1 in eager, True in lowtide"
+
+
+# -------------------------------------------------------------------------------------------------- the front door
+
+
+def test_a_fitted_step_says_what_it_needs_and_is_verified() -> None:
+    step, model, optimizer, example = models.build(models.SMALL["gpt"])
+    told: list[str] = []
+    train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0, tell=told.append, verify=2)
+    eager_peak, stays = train._fits[0].eager_peak, train.costs.stays(train.captured.graph)
+    assert told[-1].startswith(
+        f"the next 2 steps run beside eager PyTorch: {eager_peak + stays:,} bytes above the budget"
+    )
+    shorter = tuple(leaf[:1] for leaf in example)
+    for batch in (example, shorter, example):  # another shape is planned, and verified, too
+        train(*batch)
+    assert train.verifier is not None
+    assert (train.verifier.verified, train.verifier.left) == (2, 0)
+    assert train.peak is None or train.peak <= train.plan.budget  # eager's step beside it is not the step's
+
+
+def test_a_fitted_step_that_differs_is_undone() -> None:
+    step, model, optimizer, example = recipe(plain)()
+    with pytest.warns(LowtideWarning, match="the next 1 steps run beside eager PyTorch"):
+        train = lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, verify=1)
+    runner, before = train._fits[0].runner, cloned(model, optimizer)
+    function = runner._function
+    runner._function = lambda *args: [output * 0 for output in function(*args)]
+    with pytest.raises(VerifyError, match="the result: 1 of 1 elements"):
+        train(*example)
+    assert_same(before, cloned(model, optimizer))
+    runner._function = function
+    train(*example)
+    assert train.verifier is not None
+    assert train.verifier.verified == 1
+
+
+def test_wrong_calls_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, optimizer, example = recipe(plain)()
+    for number in (-1, True, 0.5, "3"):
+        with pytest.raises(UsageError, match="no number of steps"):
+            lowtide.fit(step, model, optimizer, example=example, verify=number)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="rounding"):
+        lowtide.fit(step, model, optimizer, example=example, verify=1, rounding=True)
+    monkeypatch.setattr("lowtide.verify.free_memory", lambda: 1000)
+    with pytest.raises(UsageError, match="and 1,000 are free"):
+        lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, budget="1MiB", verify=1)
