@@ -248,12 +248,12 @@ class Fitted:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
 
-    def verify(self, steps: int) -> None:
-        """Let the next steps run in eager PyTorch, too, on copies, and compare every bit."""
+    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
+        """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
         fit = self._fits[0]
         stays = fit.costs.stays(self.captured.graph)
         self.verifier = Verifier(self._step, self._model, self._optimizer, steps)
-        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=self._told)
+        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=tell or self._told)
 
     def report(self) -> str:
         """What the plan does and what was measured, for a person."""

@@ -11,7 +11,7 @@ import torch
 from lowtide.budget import free_memory
 from lowtide.errors import LowtideWarning, UsageError, VerifyError
 from lowtide.execute import Runner
-from lowtide.verify.blame import Blame, Eager, blame
+from lowtide.verify.blame import Blame, Eager, blame, repeated
 from lowtide.verify.compare import Difference, Run, Tally, compare, generators, put_generators, variables_of
 from lowtide.verify.copies import Copy
 
@@ -113,7 +113,7 @@ class Verifier:
     def _find(
         self, batch: tuple[Any, ...], runner: Runner, expected: Run, before: Copy, states: Mapping[str, Any]
     ) -> Blame:
-        """Run both once more to find the first op that differs, and put everything back."""
+        """Run both again to find the first op that differs, and put everything back."""
 
         def back() -> None:
             before.restore()
@@ -122,15 +122,18 @@ class Verifier:
         try:
             back()
             runner.captured.prepare()  # state that eager would make at its first step, which no program has ops for
-            again = self._copy(batch)
-            with Eager() as log:
-                result = again.step(again.model, again.optimizer, *again.batch)
-            if changed := compare(expected, _as_run(again, result, generators())):
-                return Blame(
-                    None, f"eager PyTorch, run again, gives other bits as well ({changed[0]}): it can't be repeated"
-                )
-            del again, result
-            return blame(runner, batch, log.calls, back)
+            logs = []
+            for _ in range(2):
+                put_generators(states)
+                again = self._copy(batch)
+                with Eager() as log:
+                    result = again.step(again.model, again.optimizer, *again.batch)
+                if changed := compare(expected, _as_run(again, result, generators())):
+                    words = f"eager PyTorch, run again, gives other bits as well ({changed[0]}): it can't be repeated"
+                    return Blame(None, words)
+                del again, result
+                logs.append(log.calls)
+            return blame(runner, batch, repeated(*logs), back)
         except Exception as error:  # that something differs is known, and more important
             return Blame(None, f"which op is to blame could not be found: {type(error).__name__}: {error}")
         finally:

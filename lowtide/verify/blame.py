@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import kernels
 from lowtide.capture.origin import user_line
 from lowtide.execute import Runner
-from lowtide.graph import Graph, Op
+from lowtide.graph import Graph, Op, Read
 from lowtide.program import Run
 from lowtide.verify.compare import digest
 
@@ -109,6 +109,22 @@ def blame(runner: Runner, batch: tuple[Any, ...], calls: Sequence[Call], back: C
     return Blame(item.name, f"the first op that differs is {_place(item)}: {words}")
 
 
+def repeated(calls: Sequence[Call], again: Sequence[Call]) -> list[Call]:
+    """What two runs of eager have in common; what is in memory that an op leaves as it found it is None."""
+    return [
+        replace(
+            call,
+            arguments=_common(call.arguments, other.arguments),
+            results=() if "empty" in call.target else _common(call.results, other.results),
+        )
+        for call, other in zip(calls, again, strict=False)
+    ]
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(mine if mine == theirs else None for mine, theirs in zip(one, other, strict=False))
+
+
 def _other_ops(graph: Graph, ops: Sequence[int], calls: Sequence[Call]) -> Blame:
     """What to say where eager runs other ops."""
     eager = f"runs {calls[0].target} there, from {calls[0].line}" if calls else "is at its end there"
@@ -170,7 +186,7 @@ def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
     for place, value in enumerate(item.outputs):
         if value is None or place >= min(len(eager.results), len(ours.results)):
             continue
-        if ours.results[place] is not None and eager.results[place] != ours.results[place]:
+        if None not in (pair := (eager.results[place], ours.results[place])) and pair[0] != pair[1]:
             return "it is given the same and returns something else"
     return None
 
@@ -234,13 +250,17 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
 
     def noting(kernel: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = kernel(*args, **kwargs)
             instruction = program[cursor[0]] if cursor[0] < len(program) else None
-            if isinstance(instruction, Run) and kernel in accepted.get(instruction.op, ()):
-                op = graph.ops[instruction.op]
-                results = [result] if not isinstance(result, tuple | list) else list(result)
-                given = _values((*args, *kwargs.values())[: len(op.args) + len(op.kwargs)])
-                noted.append((instruction.op, Call(op.target, given, _digests(results), op.source)))
+            if not isinstance(instruction, Run) or kernel not in accepted.get(instruction.op, ()):
+                return kernel(*args, **kwargs)
+            op = graph.ops[instruction.op]
+            given = (*args, *kwargs.values())[: len(op.args) + len(op.kwargs)]
+            before = _values(given)  # a result may take the place of an argument
+            result = kernel(*args, **kwargs)
+            written, after = _written(op), _values(given)
+            seen = tuple(after[place] if place in written else before[place] for place in range(len(given)))
+            results = [result] if not isinstance(result, tuple | list) else list(result)
+            noted.append((instruction.op, Call(op.target, seen, _digests(results), op.source)))
             return result
 
         return call
@@ -252,6 +272,17 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
         yield
     finally:
         runner._function = function
+
+
+def _written(op: Op) -> set[int]:
+    """The places of the arguments that an op writes to, as eager does."""
+    old = {value for _, value in op.updates}
+    found = set()
+    for place, argument in enumerate([*op.args, *(arg for _, arg in op.kwargs)]):
+        items = argument if isinstance(argument, tuple) else (argument,)
+        if any(isinstance(item, Read) and item.value in old for item in items):
+            found.add(place)
+    return found
 
 
 def _is_kernel(name: str, thing: Any) -> bool:

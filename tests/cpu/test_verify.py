@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import threading
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from test_capture import plain, recipe
 from torch import nn
 from torch.nn import functional
 from twins import assert_same, everything
+from typer.testing import CliRunner
 
 import lowtide
 from lowtide import LowtideWarning, UsageError, VerifyError, kernels, models
+from lowtide.cli import app
 from lowtide.graph import Op
 from lowtide.verify import Verifier
 from lowtide.verify.blame import Eager, align
@@ -382,3 +385,40 @@ def test_wrong_calls_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.verify.free_memory", lambda: 1000)
     with pytest.raises(UsageError, match="and 1,000 are free"):
         lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, budget="1MiB", verify=1)
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def test_the_command_says_that_steps_are_equal() -> None:
+    call = ["verify", models.SMALL["gpt"], "--steps", "2", "--budget", "60%", "--time-limit", "0"]
+    done = CliRunner().invoke(app, call, env=PLAIN)
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 steps" in done.stdout
+    assert "note: the next 2 steps run beside eager PyTorch" in done.stderr
+    found = json.loads(CliRunner().invoke(app, [*call, "--json", "--data", "austen"], env=PLAIN).stdout)
+    assert found["equal"] is True
+    assert found["verified"] == found["steps"] == 2
+    assert (found["differing"], found["op"], found["message"]) == ([], None, None)
+    assert found["metered_peak"] <= found["budget"]
+
+
+def test_the_command_ends_with_a_code_of_its_own_where_a_bit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.kernel
+    target = "aten.native_layer_norm.default"
+
+    def wrong(*args: Any) -> Any:
+        first, *others = real(target)(*args)
+        return first + 1e-6, *others
+
+    monkeypatch.setattr(kernels, "kernel", lambda name: wrong if name == target else real(name))
+    call = ["verify", models.SMALL["gpt"], "--steps", "1", "--budget", "80%", "--time-limit", "0", "--json"]
+    done = CliRunner().invoke(app, call, env=PLAIN)
+    assert done.exit_code == VerifyError.exit_code == 5
+    assert "error: step 1 is not what eager PyTorch does" in done.stderr
+    assert f"The first op that differs is native_layer_norm_0 ({target}), forward of" in done.stderr, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["verified"], found["op"]) == (False, 0, "native_layer_norm_0")
+    assert "parameter 'tokens.weight'" in found["differing"]
