@@ -19,6 +19,7 @@ from lowtide.errors import (
     StepError,
     UsageError,
     VersionError,
+    VerifyError,
 )
 from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit
@@ -53,6 +54,7 @@ __all__ = [
     "StepError",
     "UsageError",
     "VersionError",
+    "VerifyError",
     "Wait",
     "Wrapped",
     "as_eager",

@@ -20,7 +20,7 @@ INSTRUMENTS = {"allocator", "kernels", "native", "private"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
-DOORS = {"__init__", "fit", "wrap", "scan", "cli", "bench"}
+DOORS = {"__init__", "fit", "wrap", "scan", "verify", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
 WITHOUT_TORCH = NOUNS | {"native", "lossy", "plan", "report"}
@@ -289,7 +289,7 @@ def fired(house: House) -> dict[str, list[str]]:
     return {name: broken for name, broken in found.items() if broken}
 
 
-ALLOWED = "__init__, bench, cli, fit, scan, wrap"
+ALLOWED = "__init__, bench, cli, fit, scan, verify, wrap"
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
     (
