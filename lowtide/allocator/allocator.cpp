@@ -270,6 +270,9 @@ LowtideAllocator& ours() {
   return *only;
 }
 
+// Both are made when the library is loaded: torch hands the pointer to other threads without a lock.
+[[maybe_unused]] const bool made = (ledger(), ours(), true);
+
 // Puts our allocator in place while anybody uses it. Guarded by the ledger's lock.
 class Installation {
  public:
