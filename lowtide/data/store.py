@@ -123,7 +123,8 @@ def _workshop() -> Iterator[Path]:
     """A folder beside the datasets that goes away with all that is in it."""
     home = cache_folder() / "data"
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=home) as folder:
             yield Path(folder)
     except OSError as error:

@@ -58,13 +58,22 @@ def own_folder() -> Path:
     return private_folder()
 
 
+def looked_in() -> list[Path]:
+    """The folders in which something may have been kept, the likelier first."""
+    return list(dict.fromkeys([own_folder(), *([private_folder()] if os.path.lexists(_users()) else [])]))
+
+
 def private_folder() -> Path:
     """A folder for temporary files that is this user's alone, or this process's where there is no such."""
-    folder = Path(tempfile.gettempdir()) / f"lowtide-{os.geteuid()}"
+    folder = _users()
     try:
         return folder if _doubt(folder) is None else _of_this_process()
     except OSError:
         return _of_this_process()
+
+
+def _users() -> Path:
+    return Path(tempfile.gettempdir()) / f"lowtide-{os.geteuid()}"
 
 
 @cache
@@ -114,7 +123,7 @@ def find(folder: Path, start: str, ending: str) -> Path | None:
         content = read_own(path)
         if content is not None and path.stem.endswith(f"-{_hash(content)}"):
             with contextlib.suppress(OSError):
-                os.utime(path)  # it is of use
+                os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # it is of use
             return path
         with contextlib.suppress(OSError):
             path.unlink()
@@ -124,8 +133,7 @@ def find(folder: Path, start: str, ending: str) -> Path | None:
 def keep(folder: Path, start: str, ending: str, content: bytes) -> Path:
     """Put a file there whose name begins so and ends with its content's hash; what is too much goes."""
     path = folder / f"{start}{_hash(content)}{ending}"
-    write_atomically(path, content)
-    path.chmod(0o600)
+    write_atomically(path, content, mode=0o600)
     trim(folder, spare=path)
     return path
 
@@ -159,6 +167,7 @@ def _hash(content: bytes) -> str:
 
 def _last_use(path: Path) -> float:
     try:
-        return path.lstat().st_mtime
+        found = path.lstat()
+        return max(found.st_atime, found.st_mtime)
     except OSError:
         return 0.0

@@ -12,14 +12,17 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # what a disk witho
 ROOM = "free some room on that disk, or name a folder on another one."
 
 
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write to `path` so that a reader sees the old file or the new one, never half of it."""
+def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
+    """Write to `path` so that a reader sees the old file or the new one, never half of it.
+
+    The mode is less what the user's mask takes away.
+    """
     content = memoryview(data.encode("utf-8") if isinstance(data, str) else data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o666)  # with the rights that the user's files have
+        file = os.open(temporary, flags, mode)
         try:
             while content:
                 content = content[os.write(file, content) :]
