@@ -6,10 +6,10 @@ converted on the quiet: a flag is no number, and a number is no text.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 LARGEST = 2**63 - 1  # of a whole number: what an int64 can hold
 SHOWN = 60  # letters of what was found instead
@@ -66,8 +66,15 @@ def whole(least: int = 0, most: int = LARGEST) -> Shape:
 
 def amount(data: Any) -> float:
     """A number of zero or more, such as seconds."""
-    if type(data) not in (int, float) or not (0 <= data < math.inf) or data > 1e300:
+    if type(data) not in (int, float) or not 0 <= data < 1e300:
         raise Misshapen("a number of zero or more", data)
+    return float(data)
+
+
+def real(data: Any) -> float:
+    """Any finite number."""
+    if type(data) not in (int, float) or not -1e300 < data < 1e300:
+        raise Misshapen("a number", data)
     return float(data)
 
 
@@ -80,6 +87,9 @@ def word(words: Sequence[str]) -> Shape:
         return data
 
     return decode
+
+
+BY_TYPE: Mapping[Any, Shape] = {str: text, bool: flag, int: whole(-LARGEST), float: real}
 
 
 def maybe(shape: Shape) -> Shape:
@@ -148,6 +158,20 @@ def mapping(shape: Shape, *, key: Shape = text) -> Shape:
         return {key(name): _inside(shape, item, name) for name, item in data.items()}
 
     return decode
+
+
+def fields_of(kind: type, **more: Shape) -> Shape:
+    """An object with the fields of a dataclass, each by its type, and these besides."""
+    types = get_type_hints(kind)
+    return record({**{field.name: _of_type(types[field.name]) for field in dataclasses.fields(kind)}, **more})
+
+
+def _of_type(kind: Any) -> Shape:
+    if kind in BY_TYPE:
+        return BY_TYPE[kind]
+    inner = [part for part in get_args(kind) if part not in (type(None), Ellipsis)]
+    assert len(inner) == 1, f"no shape for {kind}"
+    return (many if get_origin(kind) is tuple else maybe)(_of_type(inner[0]))
 
 
 def _inside(shape: Shape, data: Any, step: str | int) -> Any:
