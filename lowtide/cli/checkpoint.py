@@ -64,15 +64,15 @@ class Checkpoint:
                 owner = model.get_submodule(module)
                 if key not in owner._buffers:
                     raise KeyError(f"{name} is no buffer")
-                setattr(owner, key, buffer)
+                setattr(owner, key, buffer.clone())
             for name, gradient in self.gradients.items():
-                model.get_parameter(name).grad = gradient
+                model.get_parameter(name).grad = gradient.clone()
             if self.optimizer is not None:
                 optimizer.load_state_dict(self.optimizer)
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 for number, parameter in enumerate(parameters):
                     if number in self.optimizer["state"]:  # load_state_dict may have rounded it
-                        optimizer.state[parameter].update(self.optimizer["state"][number])
+                        optimizer.state[parameter].update(_copied(self.optimizer["state"][number]))
             torch.set_rng_state(self.generator)
         except (RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
             reason = " ".join(str(error).split())
@@ -138,7 +138,8 @@ def read(path: Path) -> Checkpoint:
     """Read what `write` wrote, or say why this file is not it."""
     try:
         damaged = _damaged(path)  # torch itself does not look at the checksums
-        payload = None if damaged else torch.load(path, weights_only=True)
+        # Mapped, a tensor that says that it is larger than it was saved meets the end of the file, not of the memory.
+        payload = None if damaged else torch.load(path, weights_only=True, mmap=True)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}.", hint=RESUME) from error
     except Exception as error:  # readers of archives and pickles raise whatever the bytes lead them to
@@ -160,6 +161,11 @@ def _damaged(path: Path) -> str | None:
             if member.compress_type != zipfile.ZIP_STORED:
                 return member.filename  # torch stores its members as they are; one that is packed may be endless
         return archive.testzip()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter in memory of its own: what was read is mapped from the file."""
+    return {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in state.items()}
 
 
 def _named(data: Any) -> bool:
