@@ -12,7 +12,6 @@ from lowtide import native
 from lowtide.errors import LowtideError
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
-HEADER = SOURCE.with_name("arena.hpp")
 TORCH = Path(torch.__file__).parent
 NUMBER, NUMBERS, HANDLE = ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 FUNCTIONS: native.Signatures = {
@@ -75,5 +74,5 @@ def _library() -> ctypes.CDLL:
         )
     abi = int(torch.compiled_with_cxx11_abi())
     flags = (f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include), f"-L{TORCH / 'lib'}", "-lc10")
-    depends = (torch.__version__, str(torch.version.git_version), HEADER.read_text(encoding="utf-8"))
+    depends = (torch.__version__, str(torch.version.git_version))
     return native.library(SOURCE, FUNCTIONS, what="the allocator", flags=flags, depends=depends)

@@ -19,7 +19,7 @@ from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
 from lowtide.graph import Arg, Constant, Graph, Op, Read
 from lowtide.private import bare_kernel
-from lowtide.program import Copy, Free, Program, Run, Wait
+from lowtide.program import Copy, Free, Program, Run, Wait, exists
 
 FILE = "<lowtide program>"  # as which tracebacks name it
 
@@ -28,6 +28,11 @@ def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
     """The function that runs the program on a list of inputs, and its source."""
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
+    if graph.fault is not None:
+        raise ProgramError("unsound", f"the graph can't be run: {graph.fault}.")
+    for number, instruction in enumerate(program.instructions):
+        if not exists(instruction, graph):
+            raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
     writer = _Writer(graph, program)
     source = writer.write()
     namespace = dict(writer.names)
@@ -187,9 +192,11 @@ class _Writer:
                 return self.constant(kernels.constant(family, name))
             case tuple():
                 return "[" + ", ".join(self.argument(item, updated, skipped) for item in arg) + "]"
+            case str() | complex():
+                return self.constant(arg)
             case float() if not math.isfinite(arg):
-                return f"float({str(arg)!r})"
-            case _:
+                return self.constant(arg)
+            case _:  # a number that is plain, and so written as it is
                 return repr(arg)
 
     def read(self, read: Read) -> str:
@@ -197,29 +204,37 @@ class _Writer:
 
     def seen(self, tensor: _Tensor, view: int | None) -> str:
         """The variable that holds this view of the tensor, made when it is first needed."""
-        if view is None:
-            return tensor.name
-        if view not in tensor.views:
-            item = self.graph.views[view]
-            parent = self.seen(tensor, item.parent)
-            args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
-            call = f"{self.constant(kernels.kernel(item.target))}({args})"
-            if item.item is not None:
-                whole = (item.parent, item.target, item.args)
-                if whole not in tensor.views:
-                    tensor.views[whole] = self.fresh()
-                    self.emit(f"{tensor.views[whole]} = {call}")
-                call = f"{tensor.views[whole]}[{item.item}]"
-            tensor.views[view] = self.fresh()
-            self.emit(f"{tensor.views[view]} = {call}")
+        missing = []
+        while view is not None and view not in tensor.views:
+            missing.append(view)
+            view = self.graph.views[view].parent
+        name = tensor.name if view is None else tensor.views[view]
+        for number in reversed(missing):
+            name = self.see(tensor, number, name)
+        return name
+
+    def see(self, tensor: _Tensor, view: int, parent: str) -> str:
+        """Make one view from its parent's variable."""
+        item = self.graph.views[view]
+        args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
+        call = f"{self.constant(kernels.kernel(item.target))}({args})"
+        if item.item is not None:
+            whole = (item.parent, item.target, item.args)
+            if whole not in tensor.views:
+                tensor.views[whole] = self.fresh()
+                self.emit(f"{tensor.views[whole]} = {call}")
+            call = f"{tensor.views[whole]}[{item.item}]"
+        tensor.views[view] = self.fresh()
+        self.emit(f"{tensor.views[view]} = {call}")
         return tensor.views[view]
 
     def constant(self, thing: Any) -> str:
         """The global name of a kernel or constant."""
-        if thing not in self.known:
-            self.known[thing] = f"k{len(self.known)}"
-            self.names[self.known[thing]] = thing
-        return self.known[thing]
+        key = (type(thing), repr(thing)) if isinstance(thing, str | float | complex) else thing  # 0.0 equals -0.0
+        if key not in self.known:
+            self.known[key] = f"k{len(self.known)}"
+            self.names[self.known[key]] = thing
+        return self.known[key]
 
     def fresh(self) -> str:
         self.count += 1

@@ -74,7 +74,8 @@ def quicker(target: str) -> Callable[..., Any] | None:
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return native.library(SOURCE, SIGNATURES, what="lowtide's own kernels", flags=FLAGS)
+        depends = (torch.__version__,)
+        return native.library(SOURCE, SIGNATURES, what="lowtide's own kernels", flags=FLAGS, depends=depends)
     except native.NativeUnavailable:  # the arena has said so
         return None
 

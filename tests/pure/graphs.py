@@ -87,7 +87,7 @@ def _make_op(random: Random, index: int, values: list[Value], current: dict[int,
         args = [tuple(args)]
     return Op(
         name=f"op{index}",
-        target=f"made.up.{index}",
+        target=f"aten.made_up.form{index}",
         args=tuple(args),
         kwargs=tuple(kwargs),
         outputs=tuple(outputs),
