@@ -165,6 +165,7 @@ class _Judge:
         allowed = updates + self.costs.in_place[op]
         for made, read in run.over:
             lasting = graph.values[read].storage in graph.lasting_storages
+            kinds = (graph.values[made].kind, graph.values[read].kind)
             faults = (
                 (made not in makes or read not in reads, f"it makes {makes} and reads {reads}"),
                 (sum(made == m or read == r for m, r in run.over) > 1, f"one of them is twice in {run.over}"),
@@ -172,6 +173,7 @@ class _Judge:
                 ((made, read) not in allowed, f"it allows only {allowed}"),
                 (any(made == new and read != old for new, old in updates), f"%{made} is an update of another value"),
                 (lasting and (made, read) not in updates, "only an update may write over an input"),
+                ("scalar" in kinds, "a number has no bytes"),
                 (nbytes[made] != nbytes[read], f"they have {nbytes[made]} B and {nbytes[read]} B"),
             )
             for wrong, why in faults:

@@ -465,6 +465,8 @@ class History:
             yield "illegal in-place"
         if not run.again and any(pair not in run.over for pair in op.updates if self.root(pair[1])):
             yield "illegal in-place"
+        if any(self.graph.values[value].kind == "scalar" for pair in run.over for value in pair):
+            yield "illegal in-place"
         if any(m == new and r != old for m, r in run.over for new, old in op.updates):
             yield "illegal in-place"
         if any(self.busy(now, "device", value) for value in read):

@@ -236,14 +236,15 @@ def make_program(random: Random, graph: Graph, costs: Costs, *, wild: float = 0.
 def captured(graph: Graph) -> Program:
     """The order of the graph, each value freed after its last use, only the updates that must be in place."""
     last: dict[int, int] = {}
-    for index in range(len(graph.ops)):
+    for index in graph.ordinary:
         last.update(dict.fromkeys(graph.reads[index] + graph.makes[index], index))
     gone = {old for pairs in graph.effects for _, old in pairs}
+    keep = must_stay(graph)
     instructions: list[Instruction] = []
-    for index in range(len(graph.ops)):
+    for index in graph.ordinary:
         instructions.append(Run(index, over=graph.effects[index]))
         used = graph.reads[index] + graph.makes[index]
-        done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in graph.required | gone]
+        done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in keep | gone]
         instructions.extend(Free(value) for value in done)
     return Program(graph.fingerprint, tuple(instructions))
 
@@ -283,7 +284,7 @@ class _Writer:
     def order(self) -> list[int]:
         """The ops of the graph in a random order that leaves every result as it is, some dead ones left out."""
         graph = self.graph
-        needed = set(graph.required)
+        needed = must_stay(graph)
         alive = set()
         for op in reversed(range(len(graph.ops))):
             if graph.ops[op].random or needed & set(graph.makes[op]) or self.random.random() < 0.7:
@@ -355,6 +356,7 @@ class _Writer:
                 continue
             lasting = graph.values[read].storage in graph.lasting_storages or read in graph.required
             update = all(made != new or read == old for new, old in graph.ops[op].updates)
+            update &= "scalar" not in (graph.values[made].kind, graph.values[read].kind)
             possible = made in makes and read in reads and read not in protected and not lasting and update
             if possible and self.random.random() < self.wild:
                 over.append((made, read))

@@ -445,6 +445,13 @@ def test_refuses_to_copy_a_number() -> None:
     _refuses("no such", 0, "number", dataclasses.replace(COSTS, graph=graph.fingerprint), [*_away(X), *GOOD], graph)
 
 
+def test_refuses_a_result_over_a_number() -> None:
+    values = (*GRAPH.values[:N], dataclasses.replace(GRAPH.values[N], kind="scalar", nbytes=0), *GRAPH.values[N + 1 :])
+    graph = dataclasses.replace(GRAPH, values=values)
+    costs = dataclasses.replace(NO_BYTES, graph=graph.fingerprint)
+    _refuses("illegal in-place", 3, "number", costs, _good(3, 5, RELU_OVER), graph)
+
+
 def test_refuses_an_update_over_another_value() -> None:
     costs = dataclasses.replace(COSTS, nbytes=(*COSTS.nbytes[:-1], 128), in_place=(*COSTS.in_place[:-1], ((W2, E),)))
     _refuses("illegal in-place", 10, "update of another", costs, _good(10, 12, Run(STEP, over=((W2, E),))))
