@@ -553,7 +553,7 @@ def test_random_programs_use_everything() -> None:
     """What is compared above is not all alike: every rule is broken and every technique used."""
     rules: Counter[str] = Counter()
     used: Counter[str] = Counter()
-    for seed in range(600):
+    for seed in range(800):
         case = make_case(1 + seed % 10, seed)
         used["arena"] += case.program.arena > 0
         for row in case.program.instructions:
