@@ -52,7 +52,7 @@ def trust(
     wanted = _orders(seed, only or (), life, tuple(edit or ()))
     with counting("edits") as progress:
         found = campaigns.run(wanted, edits, jobs or os.cpu_count() or 1, progress)
-    finish([_kinds(found), _wrong(found), *([_each(found)] if edit else [])], as_json, markdown)
+    finish([_kinds(found), _summary(found), _wrong(found), *([_each(found)] if edit else [])], as_json, markdown)
 
 
 def _orders(seed: int, only: Sequence[str], life: int | None, texts: tuple[str, ...]) -> list[Order]:
@@ -86,18 +86,24 @@ def _kinds(found: Campaign) -> Part:
     total = [str(sum(row[verdict] for row in rows)) for verdict in campaigns.VERDICTS]
     titles = ["kind", *campaigns.VERDICTS]
     table = Table("srrrrrr", [*cells, ["all", *total]], titles, ("bold", *[""] * 6))
-    programs = {(one.program, one.door) for one in found.edits}
+    return Part("kinds", rows, [table])
+
+
+def _summary(found: Campaign) -> Part:
+    """What it comes to."""
+    programs = len({(one.program, one.door) for one in found.edits})
     halfway = sum(one.halfway for one in found.edits if one.verdict == "refused")
+    closed = list(dict.fromkeys(f"{one.program} is not let in by {one.door}: {one.detail}" for one in found.closed))
+    row: Row = {"edits": len(found.edits), "programs": programs, "wrong": len(found.wrong), "share": found.share}
+    row |= {"halfway": halfway, "closed": closed, "failures": found.failures, "target": "all", "ok": found.ok}
     lines = [
-        f"{len(found.edits):,} edits of {len(programs)} programs at their doors; {len(found.wrong)} silently different "
-        "or crashed.",
-        f"of the edited values with which eager goes on {found.share:.1%} end equal to it; at least "
-        f"{campaigns.FAIR:.0%} must.",
+        f"{row['edits']:,} edits of {programs} programs at their doors: {row['wrong']} silently different or crashed.",
+        f"of the edited values with which eager goes on {found.share:.1%} end equal to it; {campaigns.FAIR:.0%} must.",
         f"{halfway} refused steps had changed something.",
-        *(f"{one.program} is not let in by {one.door}: {one.detail}" for one in found.closed),
+        *closed,
         *found.failures,
     ]
-    return Part("kinds", rows, [table], lines=lines, ok=found.ok)
+    return Part("summary", [row], [], lines=lines)
 
 
 def _wrong(found: Campaign) -> Part:

@@ -81,23 +81,41 @@ def run(orders: Sequence[Order], edits: int, jobs: int, progress: Progress) -> C
             found.outcomes.append(outcome)
             progress(min(len(found.edits), total), total)
 
-    workers: Queue[Worker] = Queue()
-    for _ in range(min(jobs, len(orders))):
-        workers.put(Worker())
+    crew = [Worker() for _ in range(min(jobs, len(orders)))]
     try:
         for _ in range(1 if orders[0].texts else ROUNDS):
             missing = total - len(found.edits)
             if missing <= 0 or not active or found.failures:
                 break
-            with ThreadPoolExecutor(workers.qsize()) as pool:
-                given = list(pool.map(lambda order: _lead(order, workers, listen), shares(active, missing)))
-            found.failures += [failure for _, failure in given if failure]
-            shut = {(outcome.program, outcome.door) for outcome in found.outcomes if _ends(outcome)}
-            active = [order for order, _ in given if (order.program, order.door) not in shut]
+            active = _round(shares(active, missing), crew, found, listen)
+    except KeyboardInterrupt:
+        found.failures = [f"interrupted after {len(found.edits):,} of {total:,} edits."]
     finally:
-        while not workers.empty():
-            workers.get().end()
+        for worker in crew:
+            worker.end()
     return found
+
+
+def _round(
+    given: Sequence[Order], crew: Sequence[Worker], found: Campaign, listen: Callable[[Outcome], None]
+) -> list[Order]:
+    """Have orders done; those to go on with."""
+    free: Queue[Worker] = Queue()
+    for worker in crew:
+        free.put(worker)
+    pool = ThreadPoolExecutor(len(crew))
+    futures = [pool.submit(_lead, order, free, listen) for order in given]
+    try:
+        ended = [future.result() for future in futures]
+    except KeyboardInterrupt:
+        for worker in crew:
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+    found.failures += [failure for _, failure in ended if failure]
+    shut = {(outcome.program, outcome.door) for outcome in found.outcomes if _ends(outcome)}
+    return [order for order, _ in ended if (order.program, order.door) not in shut]
 
 
 def _ends(outcome: Outcome) -> bool:

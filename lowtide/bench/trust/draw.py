@@ -36,7 +36,8 @@ def draw(twin: Twin, dice: random.Random, *, kind: str | None = None, where: str
     """An edit, of one kind or at one place if asked for; None where there is none."""
     families = list(FAMILIES)
     if kind is None and where is None:
-        families = dice.choices(families, list(FAMILIES.values()))
+        able = {family: weight for family, weight in FAMILIES.items() if next(family(twin), None) is not None}
+        families = dice.choices(list(able), list(able.values()))
     found = [edit for family in families for edit in family(twin)]
     found = [edit for edit in found if kind in (None, edit.kind) and where in (None, edit.where)]
     if not found:

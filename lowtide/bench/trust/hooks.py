@@ -21,7 +21,7 @@ def hook_edits(twin: Twin) -> Iterator[Edit]:
         yield Edit("hook", "net", how, functools.partial(_hook_net, work))
     for how, everywhere in _GLOBAL_HOOKS.items():
         yield Edit("hook", "all modules", how, functools.partial(_hook_everywhere, everywhere))
-    if twin.optimizer is not None:
+    if twin.optimizers:
         for how, around in _OPTIMIZER_HOOKS.items():
             yield Edit("hook", "optimizer", how, functools.partial(_hook_optimizer, around))
 
@@ -109,5 +109,5 @@ _OPTIMIZER_HOOKS: dict[str, Callable[[Any, Twin], Any]] = {
 
 
 def _hook_optimizer(work: Callable[[Any, Twin], Any], twin: Twin) -> Undo:
-    handle = work(twin.optimizer, twin)
+    handle = work(twin.optimizers[0], twin)
     return lambda: handle.remove()

@@ -49,7 +49,7 @@ def _owner(twin: Twin, name: str) -> tuple[nn.Module, str]:
 def _with_parameter(name: str, work: Work, twin: Twin) -> Undo:
     module, key = _owner(twin, name)
     tensor = getattr(module, key)
-    undo = remember(module, tensor, *([twin.optimizer] if twin.optimizer is not None else []))
+    undo = remember(module, tensor, *twin.optimizers)
     handle = work(twin, module, key, tensor)
 
     def undo_all() -> None:
@@ -67,7 +67,7 @@ def _fresh(_: Twin, module: nn.Module, key: str, old: Tensor) -> None:
 def _fresh_everywhere(twin: Twin, module: nn.Module, key: str, old: Tensor) -> None:
     made = nn.Parameter(old.detach().clone())
     setattr(module, key, made)
-    for group in twin.optimizer.param_groups if twin.optimizer is not None else ():
+    for group in (group for optimizer in twin.optimizers for group in optimizer.param_groups):
         group["params"] = [made if parameter is old else parameter for parameter in group["params"]]
 
 
@@ -118,8 +118,13 @@ def _noting_hook(twin: Twin, __: nn.Module, ___: str, old: Tensor) -> Any:
     return old.register_hook(lambda gradient: twin.notes.append(gradient.detach().sum()))
 
 
+def _scale_gradient(tensor: Tensor) -> None:
+    if tensor.grad is not None:
+        tensor.grad.mul_(FACTOR)
+
+
 def _accumulated_hook(_: Twin, __: nn.Module, ___: str, old: Tensor) -> Any:
-    return old.register_post_accumulate_grad_hook(lambda tensor: tensor.grad.mul_(FACTOR))
+    return old.register_post_accumulate_grad_hook(_scale_gradient)
 
 
 def _missing(_: Twin, module: nn.Module, key: str, __: Tensor) -> None:

@@ -143,7 +143,10 @@ def places(twin: Twin) -> Iterator[Place]:
         for key in vars(module):
             if key not in PARTS:
                 yield from walk.at(module_place(name).below("attribute", key))
-    if twin.optimizer is not None:
+    if isinstance(twin.optimizer, tuple):
+        for number in range(len(twin.optimizer)):
+            yield from walk.optimizer(Place("optimizer", (Link("item", number),)))
+    elif twin.optimizer is not None:
         yield from walk.optimizer(Place("optimizer", ()))
     yield from walk.inside(Place("step", ()), twin.step, 0)
     for name, module in twin.modules.items():

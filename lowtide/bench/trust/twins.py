@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import lowtide
 from lowtide import models
@@ -58,6 +59,13 @@ class Twin:
             for mode in self.around.values():
                 stack.enter_context(mode())
             return self.take(*self.batch)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that lowtide is handed, or that the step has as an object's attribute."""
+        found = self.optimizer if self.optimizer is not None else getattr(self.step, "__self__", None)
+        found = getattr(found, "optimizer", found)
+        return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Optimizer)]
 
     @property
     def own(self) -> dict[str, ModuleType]:

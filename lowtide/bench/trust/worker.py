@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,21 @@ class Worker:
             env=environment,
         )
         self._heard = b""
+        self._child = 0  # the fork that does the order
 
     def end(self) -> None:
         """Let it go home."""
         self._process.communicate()
+
+    def kill(self) -> None:
+        """End it, and the edit that it is at."""
+        self._end_child()
+        self._process.kill()
+
+    def _end_child(self) -> None:
+        if self._child:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
 
     def outcomes(self, order: Order) -> Iterator[Outcome | Order | str]:
         """What comes of an order; at the end the order to go on with, or what failed in the campaign itself."""
@@ -68,19 +80,20 @@ class Worker:
     def _lines(self) -> Iterator[dict[str, Any]]:
         """What it says until an order is done."""
         assert self._process.stdout is not None
-        descriptor, child = self._process.stdout.fileno(), 0
+        descriptor = self._process.stdout.fileno()
         while True:
             if not select.select([descriptor], [], [], PATIENCE)[0]:
-                os.kill(child, signal.SIGKILL)
+                self._end_child() if self._child else self.kill()
             text = os.read(descriptor, 65536)
             *lines, self._heard = (self._heard + text).split(b"\n")
             for line in map(json.loads, lines):
-                child = line.get("process", child)
+                self._child = line.get("process", 0 if "code" in line else self._child)
                 yield line
                 if "code" in line:
                     return
             if not text:
-                yield {"failure": "the process ended", "code": 1}
+                yield {"failure": "the process ended"}
+                yield {"code": 1}
                 return
 
 

@@ -21,36 +21,35 @@ from lowtide.tree import flatten
 
 
 def optimizer_edits(twin: Twin) -> Iterator[Edit]:
-    """Groups, their members, the state, and methods of the optimizer; its options are values like others."""
-    optimizer = _optimizer(twin)
-    if optimizer is None:
-        return
+    """Groups, their members, the state, and methods of optimizers; their options are values like others."""
+    for which, optimizer in enumerate(twin.optimizers):
+        yield from _edits_of(which, optimizer)
+
+
+def _edits_of(which: int, optimizer: Any) -> Iterator[Edit]:
+    name = "optimizer" if which == 0 else f"optimizer {which}"
     for how, work in _OPTIMIZER.items():
-        value = how in ("state scaled", "options loaded from its own state_dict")
-        yield Edit("optimizer", "optimizer", how, functools.partial(_with_optimizer, work), value)
+        value = how in ("state scaled", "options loaded from its own state_dict", "stepped by a scheduler")
+        yield Edit("optimizer", name, how, functools.partial(_with_optimizer, which, work), value)
     for number in range(len(optimizer.param_groups)):
-        where = f"optimizer.param_groups[{number}]"
-        yield Edit("optimizer", where, "lr as a tensor", functools.partial(_tensor_rate, number))
-        yield Edit("optimizer", where, "members reversed", functools.partial(_reverse_members, number))
-        yield Edit("optimizer", where, "last member moved out", functools.partial(_move_out, number))
+        for how, change in _GROUPS.items():
+            work = functools.partial(change, number)
+            where = f"{name}.param_groups[{number}]"
+            yield Edit("optimizer", where, how, functools.partial(_with_optimizer, which, work))
     for number, parameter in enumerate(_members(optimizer)):
         for key in optimizer.state.get(parameter, {}):
-            where = f'optimizer.state[{number}]["{key}"]'
-            yield Edit("optimizer", where, "replaced", functools.partial(_replace_state, number, key))
-            yield Edit("optimizer", where, "deleted", functools.partial(_delete_state, number, key))
-
-
-def _optimizer(twin: Twin) -> Any:
-    """The optimizer that a twin was handed, or has elsewhere."""
-    return getattr(getattr(twin.step, "__self__", None), "optimizer", twin.optimizer)
+            for how, alter in _STATES.items():
+                work = functools.partial(alter, number, key)
+                where = f'{name}.state[{number}]["{key}"]'
+                yield Edit("optimizer", where, how, functools.partial(_with_optimizer, which, work))
 
 
 def _members(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _with_optimizer(work: Callable[[Any, Twin], Any], twin: Twin) -> Undo:
-    optimizer = _optimizer(twin)
+def _with_optimizer(which: int, work: Callable[[Any, Twin], Any], twin: Twin) -> Undo:
+    optimizer = twin.optimizers[which]
     kept = [part for entry in optimizer.state.values() for part in entry.values() if isinstance(part, Tensor)]
     undo = remember(twin.model, optimizer, *twin.model.parameters(), *kept)
     entries = {key: dict(entry) for key, entry in optimizer.state.items()}
@@ -110,45 +109,45 @@ _OPTIMIZER: dict[str, Callable[[Any, Twin], Any]] = {
     "step replaced": _scaled_step,
     "zero_grad replaced": lambda optimizer, _: setattr(optimizer, "zero_grad", lambda *a, **k: None),
     "watched by a scheduler": lambda optimizer, _: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "stepped by a scheduler": lambda optimizer, _: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9).step(),
     "a step taken between": lambda optimizer, _: optimizer.step(),
 }
 
 
-def _tensor_rate(number: int, twin: Twin) -> Undo:
-    group = _optimizer(twin).param_groups[number]
-    old = group["lr"]
-    group["lr"] = torch.as_tensor(old).clone()
-    return lambda: group.__setitem__("lr", old)
+def _tensor_rate(number: int, optimizer: Any, _: Twin) -> None:
+    group = optimizer.param_groups[number]
+    group["lr"] = torch.as_tensor(group["lr"]).clone()
 
 
-def _reverse_members(number: int, twin: Twin) -> Undo:
-    members = _optimizer(twin).param_groups[number]["params"]
-    members.reverse()
-    return lambda: members.reverse()
-
-
-def _move_out(number: int, twin: Twin) -> Undo:
-    groups = _optimizer(twin).param_groups
-    undo = remember(_optimizer(twin))
+def _move_out(number: int, optimizer: Any, _: Twin) -> None:
+    groups = optimizer.param_groups
     moved = groups[number]["params"].pop()
     if len(groups) > 1:
         groups[number - 1]["params"].append(moved)
-    return undo
 
 
-def _replace_state(number: int, key: str, twin: Twin) -> Undo:
-    optimizer = _optimizer(twin)
-    entry = optimizer.state[_members(optimizer)[number]]
+_GROUPS: dict[str, Callable[[int, Any, Twin], None]] = {
+    "lr as a tensor": _tensor_rate,
+    "members reversed": lambda number, optimizer, _: optimizer.param_groups[number]["params"].reverse(),
+    "last member moved out": _move_out,
+}
+
+
+def _entry(number: int, optimizer: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = optimizer.state[_members(optimizer)[number]]
+    return entry
+
+
+def _replace_state(number: int, key: str, optimizer: Any, _: Twin) -> None:
+    entry = _entry(number, optimizer)
     old = entry[key]
     entry[key] = old.clone() * FACTOR if isinstance(old, Tensor) and old.dim() else old
-    return lambda: entry.__setitem__(key, old)
 
 
-def _delete_state(number: int, key: str, twin: Twin) -> Undo:
-    optimizer = _optimizer(twin)
-    entry = optimizer.state[_members(optimizer)[number]]
-    old = entry.pop(key)
-    return lambda: entry.__setitem__(key, old)
+_STATES: dict[str, Callable[[int, str, Any, Twin], Any]] = {
+    "replaced": _replace_state,
+    "deleted": lambda number, key, optimizer, _: _entry(number, optimizer).pop(key),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- modes
