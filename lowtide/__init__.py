@@ -18,8 +18,8 @@ from lowtide.errors import (
     ProgramError,
     StepError,
     UsageError,
-    VersionError,
     VerifyError,
+    VersionError,
 )
 from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit

@@ -166,6 +166,7 @@ class Fitted:
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""
         return "\n".join(self.captured.guards.explain())
+
     def verify(self, steps: int, *, tell: Tell | None = None) -> None:
         """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
         fit = self._fits[0]

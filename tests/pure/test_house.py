@@ -15,12 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lowtide"
 
 # The map of the house. Every file and folder of the package has its place here, and in CONTRIBUTING.md.
-NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "files", "tree", "captured"}
-INSTRUMENTS = {"allocator", "kernels", "native", "private"}
+NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "files", "tree"} | {
+    "captured",
+    "guards",
+    "changes",
+}
+INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
-DOORS = {"__init__", "fit", "wrap", "scan", "verify", "cli", "bench"}
+DOORS = {"__init__", "fit", "choice", "wrap", "scan", "verify", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
 WITHOUT_TORCH = NOUNS | {"native", "lossy", "plan", "report"}
