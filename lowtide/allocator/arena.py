@@ -190,11 +190,12 @@ def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None =
 class Stepping:
     """The `with` of a step."""
 
+    _open = False  # whether the step may be running
+
     def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
         self.step = Step()
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
-        self._open = False
 
     def __enter__(self) -> Step:
         cursor, tape, arena = self._used
