@@ -620,7 +620,7 @@ def interrupted_at(line: int, run: Callable[[], object]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename not in files:
+        if frame.f_code.co_filename not in files or frame.f_code.co_name == "__del__":  # Python goes on after that
             return None
         lines += event == "line"
         if event == "line" and lines == line:
