@@ -320,7 +320,7 @@ class _Writer:
         maker = self.graph.maker[value]
         if maker < 0 or maker not in self.has_run or value not in self.graph.makes_of(maker, again=True):
             raise Stuck
-        if not self.graph.repeatable(maker) or len(self.instructions) > 200:
+        if not self.graph.repeatable(maker) or len(self.instructions) > max(200, 10 * len(self.graph.ops)):
             raise Stuck
         reads = self.graph.reads_of(maker, again=True)
         for read in reads:
