@@ -68,9 +68,28 @@ try:
     # runs a call as it is or as other calls.
     dispatch_key_for_device = torch._C._dispatch_key_for_device
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    # Modes and transforms that are on: whether a scan is being traced.
+    # Modes and transforms that are on: whether a scan is being traced, and what the guards of a step compare.
     mode_count = torch._C._len_torch_dispatch_stack
+    function_mode_count = torch._C._len_torch_function_stack
     innermost_transform = torch._C._functorch.peek_interpreter_stack
+    # Settings that a step depends on, compared before each step: the public functions for them take longer, or none is.
+    mkldnn_enabled = torch._C._get_mkldnn_enabled
+    matmul_precision = torch._C._get_float32_matmul_precision
+    autocast_enabled = torch._C._is_any_autocast_enabled
+    deterministic = torch._C._get_deterministic_algorithms
+    deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
+    deterministic_fills = torch._C._get_deterministic_fill_uninitialized_memory
+    flash_attention = torch._C._get_flash_sdp_enabled
+    efficient_attention = torch._C._get_mem_efficient_sdp_enabled
+    plain_attention = torch._C._get_math_sdp_enabled
+    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    # Hooks on all modules, by kind.
+    GLOBAL_HOOKS = (
+        torch.nn.modules.module._global_forward_hooks,
+        torch.nn.modules.module._global_forward_pre_hooks,
+        torch.nn.modules.module._global_backward_hooks,
+        torch.nn.modules.module._global_backward_pre_hooks,
+    )
 except (ImportError, AttributeError) as error:
     raise _refusal(f"which has changed inside ({error})") from error
 

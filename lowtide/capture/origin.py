@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide import private
 from lowtide.graph import Phase
@@ -57,9 +58,9 @@ def line_of_error(error: BaseException) -> str:
 class Origins:
     """Follows the step while it is traced; a backward op gets the origin of the forward op that it differentiates."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: tuple[Any, ...]) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.stack: list[str] = []
         self.updating = False
         self.by_sequence: dict[int, tuple[str, str]] = {}
@@ -74,8 +75,8 @@ class Origins:
         def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
             self.stack.pop()
 
-        def start(*_: Any) -> None:
-            self.updating = True
+        def start(optimizer: Any, *_: Any) -> None:
+            self.updating = any(optimizer is one for one in self.optimizers)
 
         def stop(*_: Any) -> None:
             self.updating = False
@@ -84,11 +85,7 @@ class Origins:
             torch.nn.modules.module.register_module_forward_pre_hook(enter),
             torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
         ]
-        if self.optimizer is not None:
-            hooks += [
-                self.optimizer.register_step_pre_hook(start),
-                self.optimizer.register_step_post_hook(stop),
-            ]
+        hooks += [register_optimizer_step_pre_hook(start), register_optimizer_step_post_hook(stop)]
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ value; a call that returns a view of a storage is no op but a way to read it.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -17,11 +18,11 @@ from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
-from lowtide.capture.scalars import ScalarNode, refuse_data
+from lowtide.capture.scalars import ScalarNode, refuse_data, result_of
 from lowtide.capture.stand_in import fake_like
-from lowtide.captured import Guard
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
+from lowtide.guards import Comparison, Expression
 from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
 
 aten = torch.ops.aten
@@ -46,13 +47,13 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.books = Books(self.ops)
         self.draws = Draws()
-        self.guards: list[Guard] = []
+        self.comparisons: list[Comparison] = []  # of numbers that the caller has
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
         self._fakes: dict[int, FakeTensor] = {}  # real constant -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._names: Counter[str] = Counter()
-        self._scalars: dict[Any, torch.SymFloat] = {}
+        self._scalars: dict[Any, ScalarNode] = {}
         self._composites: dict[Any, bool] = {}
 
     # What the caller puts in and takes out
@@ -63,11 +64,12 @@ class Recorder(TorchDispatchMode):
         self.books.register(tensor, self.books.new_storage(tensor, value), None)
         return value
 
-    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, torch.SymFloat]:
+    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, Any]:
         """Register a number that the caller gives at every step."""
-        scalar = self._new_scalar(name)
-        scalar.node.hint, scalar.node.path = hint, path
-        return scalar.node.value, scalar
+        node = self._new_scalar(name, integer=isinstance(hint, int))
+        node.hint, node.expression = hint, Expression(None, path=path)
+        assert node.value is not None
+        return node.value, private.symbolic(node)
 
     def read_any(self, leaf: torch.Tensor | torch.SymFloat) -> Read:
         """How a result of the step is read: a tensor, made here or not, or a number."""
@@ -88,7 +90,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        follower = sys.gettrace()  # follows the step, not what becomes of its calls
+        sys.settrace(None)
+        try:
+            return self._called(func, args, kwargs or {})
+        finally:
+            sys.settrace(follower)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks for it at every turn
         if func.namespace in ("prim", "profiler"):
@@ -100,6 +109,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
+        self._refuse_integers(func, args)
         plain_args = tuple(map(self._plain, args))
         plain_kwargs = {key: self._plain(arg) for key, arg in kwargs.items()}
         result = self.recall.call(func, plain_args, plain_kwargs)
@@ -133,9 +143,9 @@ class Recorder(TorchDispatchMode):
             if answer is not None:
                 return answer
             refuse_data("looks at the contents of a tensor", user_line())
-        scalar = self._new_scalar("item")
-        self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (scalar.node.value,))
-        return scalar
+        node = self._new_scalar("item")
+        self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (node.value,))
+        return private.symbolic(node)
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
@@ -228,6 +238,13 @@ class Recorder(TorchDispatchMode):
 
     # Arguments
 
+    def _refuse_integers(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse arithmetic of integers that change with tensors of integers, which would become tensors of floats."""
+        if any(isinstance(arg, torch.SymFloat) and arg.node.integer for arg in args):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if tensors and not any(arg.dtype.is_floating_point for arg in tensors):
+                refuse_data(f"calls {func} with an integer that changes", user_line())
+
     def _plain(self, arg: Any) -> Any:
         """The argument as the fake tensors can take it: numbers for scalars, stand-ins for real tensors."""
         if isinstance(arg, FakeTensor):
@@ -296,17 +313,22 @@ class Recorder(TorchDispatchMode):
 
     # Books
 
-    def _new_scalar(self, name: str) -> torch.SymFloat:
-        number = len(self.books.values)
-        self.books.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype="float64"))
-        return private.symbolic(ScalarNode(number, self._record_scalar, self._refuse_scalar, guards=self.guards))
+    def _new_scalar(self, name: str, *, integer: bool = False) -> ScalarNode:
+        number, dtype = len(self.books.values), "int64" if integer else "float64"
+        self.books.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype=dtype))
+        return ScalarNode(
+            number, self._record_scalar, self._refuse_scalar, integer=integer, comparisons=self.comparisons
+        )
 
-    def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> torch.SymFloat:
+    def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> ScalarNode:
         args = tuple(node.constant if node.value is None else Read(node.value) for node in operands)
-        known = self._scalars.get((target, args))
+        key = (target, tuple((type(arg), arg) for arg in args))
+        known = self._scalars.get(key)
         if known is None:
-            known = self._scalars[target, args] = self._new_scalar(target.removeprefix("operator."))
-            self._add_op(target, args, (), (known.node.value,))
+            integer, hint, expression = result_of(target, operands)
+            known = self._scalars[key] = self._new_scalar(target.removeprefix("operator."), integer=integer)
+            known.hint, known.expression = hint, expression
+            self._add_op(target, args, (), (known.value,))
         return known
 
     def _refuse_scalar(self, what: str) -> NoReturn:

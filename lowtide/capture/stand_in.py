@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -56,41 +55,3 @@ def stand_ins(tensors: list[torch.Tensor], fake_mode: FakeTensorMode) -> Iterato
     finally:
         for tensor, stand_in in reversed(swapped):
             _swap(tensor, stand_in)
-
-
-@contextlib.contextmanager
-def unchanged_attributes(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Put back what the step assigns to attributes of modules; the list names what it assigned, tensors refused."""
-    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
-    registries = [(registry, dict(registry)) for _, module, _ in before for registry in private.registries(module)]
-    changed: list[str] = []
-    try:
-        yield changed
-        for name, module, attributes in before:
-            for key, now in module.__dict__.items():
-                if key in attributes and attributes[key] is now:
-                    continue
-                full = f"{name}.{key}" if name else key
-                if _holds_tensor(now):
-                    raise CaptureError(
-                        f"the step keeps a tensor in the attribute {full!r} for the next step.",
-                        hint="register it as a buffer and write to it in place, or pass it in and return it.",
-                    )
-                changed.append(full)
-    finally:
-        for _, module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for registry, items in registries:
-            registry.clear()
-            registry.update(items)
-
-
-def _holds_tensor(thing: Any) -> bool:
-    if isinstance(thing, torch.Tensor):
-        return True
-    if isinstance(thing, dict):
-        return any(map(_holds_tensor, thing.values()))
-    if isinstance(thing, (list, tuple)):
-        return any(map(_holds_tensor, thing))
-    return False

@@ -338,6 +338,94 @@ def test_compile_is_told_how_much_to_keep() -> None:
         settings.activation_memory_budget = before
 
 
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def changed(read: Callable[[], Any], context: Any) -> tuple[Any, Any, Any]:
+    """What is read before a context, in it, and after it."""
+    before = read()
+    with context:
+        inside = read()
+    return before, inside, read()
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    """Hands every function on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@canary(
+    "function_mode_count",
+    "autocast_enabled",
+    "saved_tensor_hooks",
+    does="sees contexts around a step that it depends on",
+)
+def test_contexts_around_a_step_are_seen() -> None:
+    assert changed(private.function_mode_count, Functions()) == (0, 1, 0)
+    assert changed(private.autocast_enabled, torch.autocast("cpu", torch.bfloat16)) == (False, True, False)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    assert changed(lambda: private.saved_tensor_hooks(True) is None, hooks) == (True, False, True)
+
+
+@canary(
+    "deterministic",
+    "deterministic_warns",
+    "deterministic_fills",
+    "matmul_precision",
+    "mkldnn_enabled",
+    does="sees settings that a step depends on",
+)
+def test_settings_are_seen() -> None:
+    def read() -> tuple[Any, ...]:
+        return private.deterministic(), private.deterministic_warns(), private.deterministic_fills()
+
+    fill, precision = private.deterministic_fills(), torch.get_float32_matmul_precision()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = not fill
+        assert read() == (True, True, not fill)
+        torch.set_float32_matmul_precision("high")
+        assert private.matmul_precision() == "high"
+        torch._C._set_mkldnn_enabled(False)
+        assert not private.mkldnn_enabled()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.set_float32_matmul_precision(precision)
+    assert (*read(), private.mkldnn_enabled()) == (False, False, fill, True)
+
+
+@canary(
+    "flash_attention", "efficient_attention", "plain_attention", does="sees which kernels attention may choose from"
+)
+def test_the_kernels_of_attention_are_seen() -> None:
+    def read() -> tuple[bool, ...]:
+        return private.flash_attention(), private.efficient_attention(), private.plain_attention()
+
+    only_plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    assert changed(read, only_plain) == ((True, True, True), (False, False, True), (True, True, True))
+
+
+@canary("GLOBAL_HOOKS", does="sees hooks on all modules")
+def test_hooks_on_all_modules_are_seen() -> None:
+    home = torch.nn.modules.module
+    for place, register in enumerate(
+        (
+            home.register_module_forward_hook,
+            home.register_module_forward_pre_hook,
+            home.register_module_full_backward_hook,
+            home.register_module_full_backward_pre_hook,
+        )
+    ):
+        hook = register(lambda *_: None)
+        assert [len(one) for one in private.GLOBAL_HOOKS] == [int(place == number) for number in range(4)]
+        hook.remove()
+    assert not any(private.GLOBAL_HOOKS)
+
+
 # -------------------------------------------------------------------------- what has no name in private.py, but matters
 
 
