@@ -18,6 +18,7 @@ from lowtide.errors import (
     ProgramError,
     StepError,
     UsageError,
+    VerifyError,
     VersionError,
 )
 from lowtide.execute import Runner, execute
@@ -53,6 +54,7 @@ __all__ = [
     "StepError",
     "UsageError",
     "VersionError",
+    "VerifyError",
     "Wait",
     "Wrapped",
     "as_eager",

@@ -1,14 +1,18 @@
-"""Every private part of torch that lowtide uses, each under one name, with what it is for.
+"""Every private part of torch, and of others, that lowtide uses, each under one name, with what it is for.
 
 No other file reaches into torch (tests/pure/test_house.py), and each name has a canary (tests/cpu/test_private.py).
 """
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
+from torch.optim import optimizer as optimizer_module
 
 from lowtide.errors import VersionError
 
@@ -68,27 +72,21 @@ try:
     # runs a call as it is or as other calls.
     dispatch_key_for_device = torch._C._dispatch_key_for_device
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    # Modes and transforms that are on: whether a scan is being traced, and what the guards of a step compare.
+    # Modes and transforms that are on: whether a scan is being traced.
     mode_count = torch._C._len_torch_dispatch_stack
     function_mode_count = torch._C._len_torch_function_stack
-    innermost_transform = torch._C._functorch.peek_interpreter_stack
-    # Settings that a step depends on, compared before each step: the public functions for them take longer, or none is.
+    # Settings that a captured step depends on, read before every step.
     mkldnn_enabled = torch._C._get_mkldnn_enabled
     matmul_precision = torch._C._get_float32_matmul_precision
-    autocast_enabled = torch._C._is_any_autocast_enabled
-    deterministic = torch._C._get_deterministic_algorithms
-    deterministic_warns = torch._C._get_deterministic_algorithms_warn_only
-    deterministic_fills = torch._C._get_deterministic_fill_uninitialized_memory
-    flash_attention = torch._C._get_flash_sdp_enabled
-    efficient_attention = torch._C._get_mem_efficient_sdp_enabled
-    plain_attention = torch._C._get_math_sdp_enabled
-    saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    # Hooks on all modules, by kind.
-    GLOBAL_HOOKS = (
+    innermost_transform = torch._C._functorch.peek_interpreter_stack
+    # Hooks at every module and every update.
+    _GLOBAL_HOOKS: tuple[Any, ...] = (
         torch.nn.modules.module._global_forward_hooks,
         torch.nn.modules.module._global_forward_pre_hooks,
         torch.nn.modules.module._global_backward_hooks,
         torch.nn.modules.module._global_backward_pre_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
     )
 except (ImportError, AttributeError) as error:
     raise _refusal(f"which has changed inside ({error})") from error
@@ -135,6 +133,16 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any],
     return module._parameters, module._buffers, module._modules
 
 
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether module.compile() was called: what runs then is no Python that can be traced."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether torch.compile made this function of another."""
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
 def state_maker(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """What makes the state of a parameter group before its first step; None where an optimizer has no such thing."""
     maker: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
@@ -174,6 +182,61 @@ def symbolic(node: Any) -> torch.SymFloat:
     return torch.SymFloat(node)
 
 
+def autocast_state() -> tuple[Any, ...] | None:
+    """What autocast does to calls on the CPU; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def deterministic_state() -> tuple[bool, bool, bool]:
+    """Whether kernels must be deterministic, only warn, and fill what they do not initialise."""
+    return (
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_deterministic_fill_uninitialized_memory(),
+    )
+
+
+def attention_kernels() -> tuple[bool, bool, bool]:
+    """Which kernels attention may choose from."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+
+
+def saves_by_hooks() -> bool:
+    """Whether what autograd saves goes through hooks, as of torch.autograd.graph.save_on_cpu."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The hooks that run at every module and every update, by their identity."""
+    return tuple(id(hook) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
+
+
+def python_generator() -> random.Random:
+    """The generator behind the functions of `random`."""
+    return random._inst
+
+
+def numpy_generator() -> Any:
+    """The generator behind the functions of `numpy.random`."""
+    return numpy.random.mtrand._rand
+
+
+def logged() -> Callable[..., Any]:
+    """What every call of a logger comes to."""
+    return logging.Logger._log
+
+
+def log_by(function: Callable[..., Any]) -> None:
+    """Let every call of a logger come to this."""
+    logging.Logger._log = function  # type: ignore[method-assign]
+
+
 def keep_fraction(fraction: float) -> None:
     """Let torch.compile keep this fraction of the activations, when we race against it."""
     import torch._functorch.config as settings
@@ -182,10 +245,17 @@ def keep_fraction(fraction: float) -> None:
 
 
 PARTS = (
+    (
+        torch._C,
+        ("_is_any_autocast_enabled", *(f"_get_{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math"))),
+    ),
+    (torch._C, ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only")),
+    (torch._C, ("_get_deterministic_fill_uninitialized_memory",)),
+    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
-    (torch.nn.Module(), ("_parameters", "_buffers", "_modules")),
+    (torch.nn.Module(), ("_parameters", "_buffers", "_modules", "_compiled_call_impl")),
     (torch.optim.Adam, ("_init_group",)),
     (TorchDispatchMode, ("_should_skip_dynamo",)),
 )  # what the functions above, and the recorder, reach for

@@ -29,7 +29,11 @@ aten = torch.ops.aten
 
 IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift.default}
 # Calls that write to arguments without saying so in their schema: argument positions.
-UNDECLARED_WRITES = {aten.native_batch_norm.default: (3, 4)}
+UNDECLARED_WRITES = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
 # Calls that return the same outputs when they are given None for what they update.
 DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -26,7 +26,6 @@ import numpy
 import torch
 
 from lowtide.guards import MISSING, Effect, Place
-from lowtide.private import registries
 
 MANY = 1000  # items of a container that are looked into
 MOST = 30_000  # objects that are looked at from one name
@@ -155,7 +154,7 @@ class World:
             if key not in without:
                 yield item, f"{name}.{key}"
         if isinstance(value, torch.nn.Module):
-            yield from ((child, f"{name}.{key}") for key, child in registries(value)[2].items())
+            yield from ((child, f"{name}.{key}") for key, child in value.named_children())
         if value is not None:
             yield type(value), type(value).__name__
 

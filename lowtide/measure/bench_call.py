@@ -17,7 +17,8 @@ from lowtide import kernels
 from lowtide.allocator.arena import Arena, Tape, stepping
 from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height, most
 from lowtide.check import ALIGNMENT
-from lowtide.graph import Arg, Constant, Read, decode_arg
+from lowtide.graph import Arg, Constant, Read
+from lowtide.graph.decode import decode_arg
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
