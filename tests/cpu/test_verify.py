@@ -281,6 +281,25 @@ def test_closures_over_the_model_are_followed() -> None:
     assert verifier.verified == 1
 
 
+history: list[float] = []
+weight = threading.Lock()  # `model.weight` below is no use of it
+
+
+def remember(model: nn.Module, number: float) -> None:
+    assert model[0].weight is not None
+    history.append(number)
+
+
+def test_globals_of_the_step_and_of_what_it_calls_are_followed() -> None:
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        remember(model, 1.0)
+        return plain(model, optimizer, x, y)
+
+    error = refused(runner_of(*recipe(plain)()), step, "1 in eager, 0 in lowtide")
+    assert error.differing == ("the length of variable 'history'", "variable 'history' 0")
+    assert history == []
+
+
 def test_a_model_that_can_not_be_copied() -> None:
     runner = runner_of(*recipe(plain)())
     runner.captured.model.lock = threading.Lock()
@@ -373,6 +392,13 @@ def test_a_fitted_step_that_differs_is_undone() -> None:
     train(*example)
     assert train.verifier is not None
     assert train.verifier.verified == 1
+
+
+def test_a_wrapped_model_says_that_it_can_not_be_verified() -> None:
+    _, model, _, (x, _) = recipe(plain)()
+    net = lowtide.wrap(model, example=(x,), costs="roofline", time_limit=0)
+    with pytest.raises(UsageError, match=r"can't be verified(.|\n)*lowtide.fit"):
+        net.fitted.verify(3)
 
 
 def test_wrong_calls_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
