@@ -54,6 +54,7 @@ bench.app.command()(bench_plan.plan)
 bench.app.command()(bench_fit.fit)
 bench.app.command()(bench_limited.limited)
 bench.app.command()(bench_limited.steady)
+bench.app.command()(bench_limited.soak)
 app.add_typer(data.app, name="data", rich_help_panel=None)
 app.add_typer(bench.app, name="bench", rich_help_panel=None)
 
