@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lowtide.private  # noqa: F401 - first, for it refuses a torch that lowtide can't use
 from lowtide.allocator import meter
 from lowtide.capture import capture
 from lowtide.captured import Captured
@@ -18,6 +19,7 @@ from lowtide.errors import (
     StepError,
     UsageError,
     VerifyError,
+    VersionError,
 )
 from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit
@@ -51,6 +53,7 @@ __all__ = [
     "Simulation",
     "StepError",
     "UsageError",
+    "VersionError",
     "VerifyError",
     "Wait",
     "Wrapped",

@@ -66,6 +66,10 @@ class StepError(LowtideError):
         self.buffers = buffers
 
 
+class VersionError(LowtideError, ImportError):
+    """A torch that lowtide can't use, found at `import lowtide`."""
+
+
 class VerifyError(LowtideError):
     """A step that does not do what eager PyTorch does; everything is as it was before the step."""
 

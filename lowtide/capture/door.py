@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.errors import CaptureError
 
 ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together come later"
@@ -49,6 +49,7 @@ LAZY = "it has no shape before its first forward"
 
 def refuse_at_the_door(step: Callable[..., Any], model: torch.nn.Module, example: tuple[Any, ...]) -> None:
     """Raise where a captured step could not be what eager's is, before anything is traced; nothing is changed."""
+    _refuse_surroundings()
     for name, module in model.named_modules():
         _refuse_module(f"module {name!r}" if name else "the model", module)
     for name, tensor in _tensors(model, example):
@@ -56,6 +57,20 @@ def refuse_at_the_door(step: Callable[..., Any], model: torch.nn.Module, example
     _refuse_compiled_step(step)
     _refuse_ranks()
     _refuse_device(_tensors(model, example))
+
+
+def _refuse_surroundings() -> None:
+    """Refuse modes around the call whose effect on eager's step depends on more than the step."""
+    if private.autocast_state() is not None:
+        raise CaptureError(
+            "the step is called under torch.autocast, whose cache of cast weights outlives the step.",
+            hint="put the autocast into the step: with torch.autocast(...): loss = ...",
+        )
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "the step is called under torch.inference_mode, in which nothing can be trained.",
+            hint="call it outside of torch.inference_mode().",
+        )
 
 
 def refuse_to_run(model: torch.nn.Module) -> None:
