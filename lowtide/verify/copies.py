@@ -203,6 +203,9 @@ def _put_back(original: Any, copied: Any, back: dict[int, Any]) -> None:
         (original.update if isinstance(original, set) else original.extend)(items)
     elif isinstance(original, torch.Generator):
         original.set_state(copied.get_state())
+    elif isinstance(own := getattr(copied, "__dict__", None), dict) and not isinstance(original, FunctionType):
+        # Of most objects the attributes are a dict that was copied, too; not of those that say what is copied.
+        vars(original).update((key, back[id(item)]) for key, item in own.items() if id(item) in back)
 
 
 def _put_tensor_back(original: torch.Tensor, copied: torch.Tensor, back: dict[int, Any]) -> None:

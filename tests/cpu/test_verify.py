@@ -373,6 +373,7 @@ def test_a_copy_is_whole_and_leads_back() -> None:
     for _ in range(2):
         step(model, optimizer, x, y)
     optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.state = optimizer.state.copy()
     copied.restore()
     assert_same(before, cloned(model, optimizer))
     kept = {key: id(item) for key, item in everything(model, optimizer).items() if not key.startswith("model ")}
