@@ -14,12 +14,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import kernels
 from lowtide.capture.origin import user_line
 from lowtide.execute import Runner
 from lowtide.graph import Graph, Op, Read
+from lowtide.private import TorchDispatchMode, bare_kernel, base_name, has_kernel, overload_name, schema, storage_key
 from lowtide.program import Run
 from lowtide.verify.compare import digest
 
@@ -80,7 +80,7 @@ class Eager(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
-        target = f"{func.namespace}.{func._opname}.{func._overloadname}"
+        target = f"{func.namespace}.{base_name(func)}.{overload_name(func)}"
         self.calls.append(Call(target, _values((*args, *kwargs.values())), _digests(results), user_line()))
 
 
@@ -222,19 +222,18 @@ def _is_view(args: tuple[Any, ...], results: list[Any]) -> bool:
     tensors = [item for item in results if isinstance(item, torch.Tensor)]
     if not tensors or not args or not isinstance(args[0], torch.Tensor):
         return not tensors
-    home = args[0].untyped_storage()._cdata
-    return len(tensors) == len(results) and all(item.untyped_storage()._cdata == home for item in tensors)
+    home = storage_key(args[0])
+    return len(tensors) == len(results) and all(storage_key(item) == home for item in tensors)
 
 
 def _writes(func: Any) -> bool:
-    return any(item.alias_info is not None and item.alias_info.is_write for item in func._schema.arguments)
+    return any(item.alias_info is not None and item.alias_info.is_write for item in schema(func).arguments)
 
 
 def _is_composite(func: Any) -> bool:
     """Whether torch runs a call as other calls."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = has(func.name(), "CPU") or has(func.name(), "CompositeExplicitAutograd")
-    return has(func.name(), "CompositeImplicitAutograd") and not own
+    own = has_kernel(func.name(), "CPU") or has_kernel(func.name(), "CompositeExplicitAutograd")
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not own
 
 
 # -------------------------------------------------------------------------------------------------- the program's calls
@@ -294,5 +293,5 @@ def _kernels(op: Op) -> list[Any]:
     found = [kernels.kernel(op.target)]
     for itself in (True, False):
         other = kernels.overwriter(op.target, itself=itself)
-        found += [] if other is None else [other[0]._op]
+        found += [] if other is None else [bare_kernel(other[0])]
     return found

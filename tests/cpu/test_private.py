@@ -7,6 +7,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
+import random
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -150,11 +153,13 @@ def test_modes_can_be_left_for_a_while() -> None:
     assert type(state) is torch.Tensor
 
 
-@canary("mode_count", "innermost_transform", does="tells a scan that it is being traced")
+@canary("mode_count", "function_mode_count", "innermost_transform", does="tells a scan that it is being traced")
 def test_modes_and_transforms_are_seen() -> None:
-    assert (private.mode_count(), private.innermost_transform()) == (0, None)
+    assert (private.mode_count(), private.function_mode_count(), private.innermost_transform()) == (0, 0, None)
     with Calls():
-        assert private.mode_count() == 1
+        assert (private.mode_count(), private.function_mode_count()) == (1, 0)
+    with torch.overrides.TorchFunctionMode():
+        assert (private.mode_count(), private.function_mode_count()) == (0, 1)
     seen: list[Any] = []
     torch.func.vmap(lambda x: (seen.append(private.innermost_transform()), x)[1])(torch.ones(2))
     assert seen != [None]
@@ -189,6 +194,16 @@ def test_an_op_knows_its_name_and_its_arguments() -> None:
     assert [str(item.type) for item in private.schema(aten.split.Tensor).returns] == ["List[Tensor]"]
     assert [item.name for item in private.schema(aten.add.out).arguments if item.is_out] == ["out"]
     assert private.bare_kernel(aten.mul.Tensor)(torch.ones(1), torch.full((1,), 2.0)).item() == 2
+
+
+@canary("registered", does="tells ops from the rest of torch.ops, before a plan out of a file is run")
+def test_ops_are_told_from_what_only_looks_like_one() -> None:
+    assert private.registered(aten.mm.default)
+    assert private.registered(aten.add.out)
+    assert not private.registered(torch.ops.prim.Print)
+    assert not private.registered(aten.mm)
+    assert not private.registered(torch.ops.loaded_libraries)
+    assert not private.registered(None)
 
 
 @canary("flop_registry", does="tells products from other ops, and counts their operations")
@@ -296,6 +311,20 @@ def test_a_module_keeps_its_parts_in_three_dicts() -> None:
     assert list(private.registries(torch.nn.Sequential(norm))[2]) == ["0"]
 
 
+@canary("compiled_in_place", "is_compiled", does="knows what torch.compile made, to refuse it")
+def test_compiled_modules_and_functions_are_told_from_plain_ones() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not private.compiled_in_place(module)
+    module.compile(backend="eager")
+    assert private.compiled_in_place(module)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert not private.is_compiled(step)
+    assert private.is_compiled(torch.compile(step, backend="eager"))
+
+
 OPTIMIZERS = [getattr(torch.optim, name) for name in ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam")]
 
 
@@ -336,6 +365,127 @@ def test_compile_is_told_how_much_to_keep() -> None:
         assert settings.activation_memory_budget == 0.5
     finally:
         settings.activation_memory_budget = before
+
+
+# ----------------------------------------------------------------------------------- settings, generators, loggers
+
+
+@canary("autocast_state", does="sees that eager casts, on the CPU or elsewhere")
+def test_autocast_is_seen() -> None:
+    assert private.autocast_state() is None
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        assert private.autocast_state() == (True, torch.bfloat16, False)
+        with torch.autocast("cpu", enabled=False):
+            assert private.autocast_state() is None
+    assert private.autocast_state() is None
+
+
+@canary("deterministic_state", does="sees which kernels eager may run")
+def test_the_demand_for_deterministic_kernels_is_seen() -> None:
+    before = private.deterministic_state()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    assert before[:2] == (False, False)
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert private.deterministic_state()[:2] == (True, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert private.deterministic_state()[:2] == (True, True)
+        for wanted in (False, True):
+            torch.utils.deterministic.fill_uninitialized_memory = wanted
+            assert private.deterministic_state()[2] is wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    assert private.deterministic_state() == before
+
+
+@canary("attention_kernels", does="sees which kernels attention may choose from")
+def test_the_choice_of_attention_is_seen() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for backends, expected in (
+        (SDPBackend.FLASH_ATTENTION, (True, False, False)),
+        (SDPBackend.EFFICIENT_ATTENTION, (False, True, False)),
+        (SDPBackend.MATH, (False, False, True)),
+    ):
+        with sdpa_kernel(backends):
+            assert private.attention_kernels() == expected
+
+
+@canary("mkldnn_enabled", "matmul_precision", does="sees which kernels products run in, and how precise they are")
+def test_the_settings_of_products_are_seen() -> None:
+    assert private.mkldnn_enabled() is torch.backends.mkldnn.enabled
+    assert private.matmul_precision() == torch.get_float32_matmul_precision() == "highest"
+    enabled = torch.backends.mkldnn.set_flags(False)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert (private.mkldnn_enabled(), private.matmul_precision()) == (False, "medium")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.set_flags(*enabled)
+
+
+@canary("saves_by_hooks", does="sees that what autograd saves goes through hooks")
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    assert not private.saves_by_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert private.saves_by_hooks()
+    assert not private.saves_by_hooks()
+
+
+@canary("global_hooks", does="sees the hooks that run at every module and every update")
+def test_global_hooks_are_seen() -> None:
+    from torch.nn.modules import module as modules
+    from torch.optim import optimizer as updates
+
+    assert private.global_hooks() == ()
+    for register in (
+        modules.register_module_forward_hook,
+        modules.register_module_forward_pre_hook,
+        modules.register_module_full_backward_hook,
+        modules.register_module_full_backward_pre_hook,
+        updates.register_optimizer_step_pre_hook,
+        updates.register_optimizer_step_post_hook,
+    ):
+
+        def hook(*_: Any) -> None: ...
+
+        handle = register(hook)
+        assert private.global_hooks() == (id(hook),)
+        handle.remove()
+        assert private.global_hooks() == ()
+
+
+@canary("python_generator", "numpy_generator", does="finds the generators that the functions of modules draw from")
+def test_the_functions_of_modules_draw_from_these_generators() -> None:
+    for generator, module in ((private.python_generator(), random), (private.numpy_generator(), numpy.random)):
+        assert module.random.__self__ is generator
+        generator.seed(3)
+        first = generator.random()
+        module.seed(3)
+        assert module.random() == first
+
+
+@canary("logged", "log_by", does="repeats what a step logs")
+def test_every_call_of_a_logger_comes_to_one_function(caplog: pytest.LogCaptureFixture) -> None:
+    real, seen = private.logged(), []
+    logger = logging.getLogger("lowtide.canary")
+    logger.setLevel(logging.INFO)
+
+    def note(asked: logging.Logger, level: int, message: str, args: Any, **kwargs: Any) -> None:
+        seen.append((asked.name, level, message, args))
+        real(asked, level, message, args, **kwargs)
+
+    private.log_by(note)
+    try:
+        logger.debug("too quiet")
+        logger.info("%d steps", 3)
+        logger.log(logging.ERROR, "late")
+    finally:
+        private.log_by(real)
+    logger.info("again")
+    assert seen == [("lowtide.canary", logging.INFO, "%d steps", (3,)), ("lowtide.canary", logging.ERROR, "late", ())]
+    assert caplog.messages == ["3 steps", "late", "again"]
 
 
 # -------------------------------------------------------------------------- what has no name in private.py, but matters
@@ -423,6 +573,9 @@ def test_a_version_that_says_nothing_is_refused() -> None:
         (torch._subclasses.fake_tensor, "FakeTensorMode"),
         (torch.utils._python_dispatch, "_disable_current_modes"),
         (torch.optim.Adam, "_init_group"),
+        (torch._C, "_is_any_autocast_enabled"),
+        (torch.nn.modules.module, "_global_backward_pre_hooks"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
     ],
 )
 def test_a_missing_part_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> None:
