@@ -159,6 +159,17 @@ def schema(overload: Any) -> Any:
     return overload._schema
 
 
+def dispatched(found: Any) -> bool:
+    """Whether this is an overload of an op that the dispatcher knows; torch.ops has more, such as `aten.warn`."""
+    if not isinstance(found, torch._ops.OpOverload):
+        return False
+    try:
+        torch._C._dispatch_find_schema_or_throw(found._schema.name, found._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def base_name(overload: Any) -> str:
     """The name of an op without namespace and overload: `mm`."""
     name: str = overload._opname
@@ -169,17 +180,6 @@ def overload_name(overload: Any) -> str:
     """The name of an overload alone: `default`."""
     name: str = overload._overloadname
     return name
-
-
-def registered(overload: Any) -> bool:
-    """Whether the dispatcher knows what torch.ops gave for a name: torch.ops has more than ops."""
-    if not isinstance(overload, torch._ops.OpOverload):
-        return False
-    try:
-        torch._C._dispatch_find_schema_or_throw(overload._schema.name, overload._schema.overload_name)
-    except RuntimeError:
-        return False
-    return True
 
 
 def bare_kernel(overload: Any) -> Callable[..., Any]:

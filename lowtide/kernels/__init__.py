@@ -12,7 +12,7 @@ import torch
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
 from lowtide.kernels.own import quicker
-from lowtide.private import bare_kernel, base_name, flop_registry, overload_name, registered, schema
+from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
@@ -43,7 +43,7 @@ def overload(target: str) -> Any:
         found = getattr(getattr(getattr(torch.ops, namespace), name), variant)
     except (AttributeError, RuntimeError):
         found = None
-    if not registered(found):
+    if not dispatched(found):
         raise ProgramError("no such", f"this torch has no op {target}")
     for argument in schema(found).arguments:
         if (kind := re.sub(r"Optional\[|List\[|\]", "", str(argument.type))) not in TAKEN:

@@ -184,6 +184,14 @@ def test_ops_say_where_they_have_kernels() -> None:
     assert private.has_kernel("aten::ones_like", "CompositeExplicitAutograd")
 
 
+@canary("dispatched", does="tells ops from what else torch.ops has")
+def test_dispatched() -> None:
+    assert private.dispatched(aten.mm.default)
+    assert not private.dispatched(aten.mm)
+    assert not private.dispatched(aten.warn.default)
+    assert not private.dispatched(None)
+
+
 @canary("schema", "base_name", "overload_name", "bare_kernel", does="names ops, and knows what they take and write to")
 def test_an_op_knows_its_name_and_its_arguments() -> None:
     op = aten.add_.Tensor
@@ -194,16 +202,6 @@ def test_an_op_knows_its_name_and_its_arguments() -> None:
     assert [str(item.type) for item in private.schema(aten.split.Tensor).returns] == ["List[Tensor]"]
     assert [item.name for item in private.schema(aten.add.out).arguments if item.is_out] == ["out"]
     assert private.bare_kernel(aten.mul.Tensor)(torch.ones(1), torch.full((1,), 2.0)).item() == 2
-
-
-@canary("registered", does="tells ops from the rest of torch.ops, before a plan out of a file is run")
-def test_ops_are_told_from_what_only_looks_like_one() -> None:
-    assert private.registered(aten.mm.default)
-    assert private.registered(aten.add.out)
-    assert not private.registered(torch.ops.prim.Print)
-    assert not private.registered(aten.mm)
-    assert not private.registered(torch.ops.loaded_libraries)
-    assert not private.registered(None)
 
 
 @canary("flop_registry", does="tells products from other ops, and counts their operations")
