@@ -79,7 +79,7 @@ try:
     mkldnn_enabled = torch._C._get_mkldnn_enabled
     matmul_precision = torch._C._get_float32_matmul_precision
     innermost_transform = torch._C._functorch.peek_interpreter_stack
-    # The hooks that run at every module and every update; torch keeps these dicts for good.
+    # Hooks at every module and every update.
     _GLOBAL_HOOKS: tuple[Any, ...] = (
         torch.nn.modules.module._global_forward_hooks,
         torch.nn.modules.module._global_forward_pre_hooks,
@@ -134,12 +134,12 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any],
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether module.compile() put something else in the place of a module's call."""
+    """Whether module.compile() was called: what runs then is no Python that can be traced."""
     return module._compiled_call_impl is not None
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
-    """Whether torch.compile made a function of another."""
+    """Whether torch.compile made this function of another."""
     return getattr(function, "_torchdynamo_orig_callable", None) is not None
 
 
@@ -256,30 +256,20 @@ def keep_fraction(fraction: float) -> None:
 
 
 PARTS = (
+    (
+        torch._C,
+        ("_is_any_autocast_enabled", *(f"_get_{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math"))),
+    ),
+    (torch._C, ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only")),
+    (torch._C, ("_get_deterministic_fill_uninitialized_memory",)),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
+    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
     (torch.nn.Module(), ("_parameters", "_buffers", "_modules", "_compiled_call_impl")),
     (torch.optim.Adam, ("_init_group",)),
     (TorchDispatchMode, ("_should_skip_dynamo",)),
-    (torch._ops, ("OpOverload",)),
-    (
-        torch._C,
-        (
-            "_dispatch_find_schema_or_throw",
-            "_is_any_autocast_enabled",
-            "_get_deterministic_algorithms",
-            "_get_deterministic_algorithms_warn_only",
-            "_get_deterministic_fill_uninitialized_memory",
-            "_get_flash_sdp_enabled",
-            "_get_mem_efficient_sdp_enabled",
-            "_get_math_sdp_enabled",
-        ),
-    ),
-    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
-    (random, ("_inst",)),
-    (numpy.random.mtrand, ("_rand",)),
-    (logging.Logger, ("_log",)),
 )  # what the functions above, and the recorder, reach for
 
 

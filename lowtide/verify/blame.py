@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
+from lowtide import kernels, private
 from lowtide.capture.origin import user_line
 from lowtide.execute import Runner
 from lowtide.graph import Graph, Op, Read
-from lowtide.private import TorchDispatchMode, bare_kernel, base_name, has_kernel, overload_name, schema, storage_key
 from lowtide.program import Run
 from lowtide.verify.compare import digest
 
@@ -47,7 +46,7 @@ class Blame:
     words: str
 
 
-class Eager(TorchDispatchMode):
+class Eager(private.TorchDispatchMode):
     """Notes the calls of eager's step that a captured step has as ops."""
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class Eager(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
-        target = f"{func.namespace}.{base_name(func)}.{overload_name(func)}"
+        target = f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
         self.calls.append(Call(target, _values((*args, *kwargs.values())), _digests(results), user_line()))
 
 
@@ -222,18 +221,19 @@ def _is_view(args: tuple[Any, ...], results: list[Any]) -> bool:
     tensors = [item for item in results if isinstance(item, torch.Tensor)]
     if not tensors or not args or not isinstance(args[0], torch.Tensor):
         return not tensors
-    home = storage_key(args[0])
-    return len(tensors) == len(results) and all(storage_key(item) == home for item in tensors)
+    home = private.storage_key(args[0])
+    return len(tensors) == len(results) and all(private.storage_key(item) == home for item in tensors)
 
 
 def _writes(func: Any) -> bool:
-    return any(item.alias_info is not None and item.alias_info.is_write for item in schema(func).arguments)
+    return any(item.alias_info is not None and item.alias_info.is_write for item in private.schema(func).arguments)
 
 
 def _is_composite(func: Any) -> bool:
     """Whether torch runs a call as other calls."""
-    own = has_kernel(func.name(), "CPU") or has_kernel(func.name(), "CompositeExplicitAutograd")
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not own
+    has = private.has_kernel
+    own = has(func.name(), "CPU") or has(func.name(), "CompositeExplicitAutograd")
+    return has(func.name(), "CompositeImplicitAutograd") and not own
 
 
 # -------------------------------------------------------------------------------------------------- the program's calls
@@ -293,5 +293,5 @@ def _kernels(op: Op) -> list[Any]:
     found = [kernels.kernel(op.target)]
     for itself in (True, False):
         other = kernels.overwriter(op.target, itself=itself)
-        found += [] if other is None else [bare_kernel(other[0])]
+        found += [] if other is None else [private.bare_kernel(other[0])]
     return found

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.errors import UsageError
-from lowtide.private import storage_key
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 SHARED = (ModuleType, type, BuiltinFunctionType, functools.partial)  # as they are, where a step names them
@@ -91,7 +90,7 @@ class Copy:
         if id(tensor) in self._memo:
             found: torch.Tensor = self._memo[id(tensor)]
             return found
-        key = storage_key(tensor)
+        key = private.storage_key(tensor)
         if key not in self._storages:
             self._storages[key] = tensor.untyped_storage().clone()
         with torch.no_grad():

@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import allocator, private
@@ -153,13 +154,11 @@ def test_modes_can_be_left_for_a_while() -> None:
     assert type(state) is torch.Tensor
 
 
-@canary("mode_count", "function_mode_count", "innermost_transform", does="tells a scan that it is being traced")
+@canary("mode_count", "innermost_transform", does="tells a scan that it is being traced")
 def test_modes_and_transforms_are_seen() -> None:
-    assert (private.mode_count(), private.function_mode_count(), private.innermost_transform()) == (0, 0, None)
+    assert (private.mode_count(), private.innermost_transform()) == (0, None)
     with Calls():
-        assert (private.mode_count(), private.function_mode_count()) == (1, 0)
-    with torch.overrides.TorchFunctionMode():
-        assert (private.mode_count(), private.function_mode_count()) == (0, 1)
+        assert private.mode_count() == 1
     seen: list[Any] = []
     torch.func.vmap(lambda x: (seen.append(private.innermost_transform()), x)[1])(torch.ones(2))
     assert seen != [None]
@@ -309,18 +308,13 @@ def test_a_module_keeps_its_parts_in_three_dicts() -> None:
     assert list(private.registries(torch.nn.Sequential(norm))[2]) == ["0"]
 
 
-@canary("compiled_in_place", "is_compiled", does="knows what torch.compile made, to refuse it")
-def test_compiled_modules_and_functions_are_told_from_plain_ones() -> None:
+@canary("compiled_in_place", "is_compiled", does="refuses what torch.compile has changed")
+def test_what_torch_compile_has_changed_is_known() -> None:
     module = torch.nn.Linear(2, 2)
-    assert not private.compiled_in_place(module)
+    assert (private.compiled_in_place(module), private.is_compiled(torch.relu)) == (False, False)
     module.compile(backend="eager")
     assert private.compiled_in_place(module)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    assert not private.is_compiled(step)
-    assert private.is_compiled(torch.compile(step, backend="eager"))
+    assert private.is_compiled(torch.compile(lambda x: x, backend="eager"))
 
 
 OPTIMIZERS = [getattr(torch.optim, name) for name in ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam")]
@@ -365,125 +359,111 @@ def test_compile_is_told_how_much_to_keep() -> None:
         settings.activation_memory_budget = before
 
 
-# ----------------------------------------------------------------------------------- settings, generators, loggers
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
-@canary("autocast_state", does="sees that eager casts, on the CPU or elsewhere")
-def test_autocast_is_seen() -> None:
-    assert private.autocast_state() is None
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        assert private.autocast_state() == (True, torch.bfloat16, False)
-        with torch.autocast("cpu", enabled=False):
-            assert private.autocast_state() is None
-    assert private.autocast_state() is None
+def changed(read: Callable[[], Any], context: Any) -> tuple[Any, Any, Any]:
+    """What is read before a context, in it, and after it."""
+    before = read()
+    with context:
+        inside = read()
+    return before, inside, read()
 
 
-@canary("deterministic_state", does="sees which kernels eager may run")
-def test_the_demand_for_deterministic_kernels_is_seen() -> None:
-    before = private.deterministic_state()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    assert before[:2] == (False, False)
+class Functions(torch.overrides.TorchFunctionMode):
+    """Hands every function on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@canary(
+    "function_mode_count",
+    "autocast_state",
+    "saves_by_hooks",
+    "attention_kernels",
+    does="sees contexts around a step that it depends on",
+)
+def test_contexts_around_a_step_are_seen() -> None:
+    assert changed(private.function_mode_count, Functions()) == (0, 1, 0)
+    cast = (True, torch.bfloat16, True)
+    assert changed(private.autocast_state, torch.autocast("cpu", torch.bfloat16)) == (None, cast, None)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    assert changed(private.saves_by_hooks, hooks) == (False, True, False)
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    assert changed(private.attention_kernels, plain) == ((True,) * 3, (False, False, True), (True,) * 3)
+
+
+@canary("deterministic_state", "matmul_precision", "mkldnn_enabled", does="sees settings that a step depends on")
+def test_settings_are_seen() -> None:
+    before = private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    assert before == ((False, False, fill), torch.get_float32_matmul_precision(), True)
     try:
-        torch.use_deterministic_algorithms(True)
-        assert private.deterministic_state()[:2] == (True, False)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert private.deterministic_state()[:2] == (True, True)
-        for wanted in (False, True):
-            torch.utils.deterministic.fill_uninitialized_memory = wanted
-            assert private.deterministic_state()[2] is wanted
+        torch.utils.deterministic.fill_uninitialized_memory = not fill
+        assert private.deterministic_state() == (True, True, not fill)
+        torch.set_float32_matmul_precision("high")
+        assert private.matmul_precision() == "high"
+        torch._C._set_mkldnn_enabled(False)
+        assert not private.mkldnn_enabled()
     finally:
+        torch._C._set_mkldnn_enabled(True)
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
-    assert private.deterministic_state() == before
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.set_float32_matmul_precision(before[1])
+    assert before == (private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled())
 
 
-@canary("attention_kernels", does="sees which kernels attention may choose from")
-def test_the_choice_of_attention_is_seen() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    for backends, expected in (
-        (SDPBackend.FLASH_ATTENTION, (True, False, False)),
-        (SDPBackend.EFFICIENT_ATTENTION, (False, True, False)),
-        (SDPBackend.MATH, (False, False, True)),
-    ):
-        with sdpa_kernel(backends):
-            assert private.attention_kernels() == expected
+MODULES = torch.nn.modules.module
 
 
-@canary("mkldnn_enabled", "matmul_precision", does="sees which kernels products run in, and how precise they are")
-def test_the_settings_of_products_are_seen() -> None:
-    assert private.mkldnn_enabled() is torch.backends.mkldnn.enabled
-    assert private.matmul_precision() == torch.get_float32_matmul_precision() == "highest"
-    enabled = torch.backends.mkldnn.set_flags(False)
+@pytest.mark.parametrize(
+    "register",
+    [
+        MODULES.register_module_forward_hook,
+        MODULES.register_module_forward_pre_hook,
+        MODULES.register_module_full_backward_hook,
+        MODULES.register_module_full_backward_pre_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ],
+)
+@canary("global_hooks", does="sees hooks on all modules and optimizers")
+def test_hooks_on_all_modules_and_optimizers_are_seen(register: Callable[..., Any]) -> None:
+    def hook(*_: Any) -> None: ...
+
+    handle = register(hook)
     try:
-        torch.set_float32_matmul_precision("medium")
-        assert (private.mkldnn_enabled(), private.matmul_precision()) == (False, "medium")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.mkldnn.set_flags(*enabled)
-
-
-@canary("saves_by_hooks", does="sees that what autograd saves goes through hooks")
-def test_hooks_on_saved_tensors_are_seen() -> None:
-    assert not private.saves_by_hooks()
-    with torch.autograd.graph.save_on_cpu():
-        assert private.saves_by_hooks()
-    assert not private.saves_by_hooks()
-
-
-@canary("global_hooks", does="sees the hooks that run at every module and every update")
-def test_global_hooks_are_seen() -> None:
-    from torch.nn.modules import module as modules
-    from torch.optim import optimizer as updates
-
-    assert private.global_hooks() == ()
-    for register in (
-        modules.register_module_forward_hook,
-        modules.register_module_forward_pre_hook,
-        modules.register_module_full_backward_hook,
-        modules.register_module_full_backward_pre_hook,
-        updates.register_optimizer_step_pre_hook,
-        updates.register_optimizer_step_post_hook,
-    ):
-
-        def hook(*_: Any) -> None: ...
-
-        handle = register(hook)
         assert private.global_hooks() == (id(hook),)
+    finally:
         handle.remove()
-        assert private.global_hooks() == ()
+    assert private.global_hooks() == ()
 
 
-@canary("python_generator", "numpy_generator", does="finds the generators that the functions of modules draw from")
-def test_the_functions_of_modules_draw_from_these_generators() -> None:
-    for generator, module in ((private.python_generator(), random), (private.numpy_generator(), numpy.random)):
-        assert module.random.__self__ is generator
-        generator.seed(3)
-        first = generator.random()
-        module.seed(3)
-        assert module.random() == first
+# ------------------------------------------------------------------------------------------- of Python's and of numpy's
 
 
-@canary("logged", "log_by", does="repeats what a step logs")
+@canary("python_generator", "numpy_generator", does="knows the generators behind random and numpy.random")
+def test_the_generators_behind_the_functions() -> None:
+    assert private.python_generator().getstate() == random.getstate()
+    assert random.random.__self__ is private.python_generator()
+    assert numpy.random.random.__self__ is private.numpy_generator()
+
+
+@canary("logged", "log_by", does="sees what a step logs")
 def test_every_call_of_a_logger_comes_to_one_function(caplog: pytest.LogCaptureFixture) -> None:
-    real, seen = private.logged(), []
-    logger = logging.getLogger("lowtide.canary")
-    logger.setLevel(logging.INFO)
-
-    def note(asked: logging.Logger, level: int, message: str, args: Any, **kwargs: Any) -> None:
-        seen.append((asked.name, level, message, args))
-        real(asked, level, message, args, **kwargs)
-
-    private.log_by(note)
+    seen: list[str] = []
+    real = private.logged()
+    private.log_by(lambda logger, level, message, *rest, **options: seen.append(message))
     try:
-        logger.debug("too quiet")
-        logger.info("%d steps", 3)
-        logger.log(logging.ERROR, "late")
+        logger = logging.getLogger("canary")
+        logger.error("a")
+        logger.log(logging.CRITICAL, "b")
+        logging.getLogger().error("c")
     finally:
         private.log_by(real)
-    logger.info("again")
-    assert seen == [("lowtide.canary", logging.INFO, "%d steps", (3,)), ("lowtide.canary", logging.ERROR, "late", ())]
-    assert caplog.messages == ["3 steps", "late", "again"]
+    assert seen == ["a", "b", "c"]
 
 
 # -------------------------------------------------------------------------- what has no name in private.py, but matters

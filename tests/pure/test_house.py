@@ -36,8 +36,8 @@ MAY_IMPORT = {  # besides itself
     **dict.fromkeys(DOORS, NOUNS | INSTRUMENTS | VERBS | MODELS | DATA | DOORS),
 }
 REFUSED = {"utils", "common", "core", "base", "misc", "helpers", "manager", "v2"}
-OPEN = {"sys", "aten", "torch.ops.aten"}  # whose names may begin with an underscore
-KNOWN = {"_fields", "_exit"}  # of a named tuple and of os: documented
+OPEN = {"sys", "os", "aten", "torch.ops.aten"}  # whose names may begin with an underscore
+KNOWN = {"_fields"}  # of a named tuple: documented
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
