@@ -98,7 +98,7 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
             "tensors.",
             hint="sparse=False makes the same gradients as dense tensors.",
         )
-    if module._compiled_call_impl is not None:
+    if private.compiled_in_place(module):
         raise CaptureError(
             f"{name} was compiled in place by module.compile(): {MODULES['OptimizedModule'][0]}.",
             hint="leave out the call of compile().",
@@ -136,7 +136,7 @@ def _refuse_compiled_step(step: Callable[..., Any]) -> None:
         raise CaptureError(
             f"the step is a torch.jit function: {MODULES['ScriptModule'][0]}.", hint="give the Python function."
         )
-    if getattr(step, "_torchdynamo_orig_callable", None) is not None:
+    if private.is_compiled(step):
         raise CaptureError(
             f"the step was compiled by torch.compile: {MODULES['OptimizedModule'][0].removeprefix('torch.compile ')}.",
             hint="give the function that was compiled.",

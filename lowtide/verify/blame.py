@@ -14,9 +14,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import kernels
+from lowtide import kernels, private
 from lowtide.capture.origin import user_line
 from lowtide.execute import Runner
 from lowtide.graph import Graph, Op, Read
@@ -48,7 +47,7 @@ class Blame:
     words: str
 
 
-class Eager(TorchDispatchMode):
+class Eager(private.TorchDispatchMode):
     """Notes the calls of eager's step that a captured step has as ops."""
 
     def __init__(self) -> None:
@@ -75,15 +74,15 @@ class Eager(TorchDispatchMode):
             return result
         results = list(result) if isinstance(result, tuple | list) else [result]
         if func is aten.lift_fresh.default:
-            given = _values(_arranged(LIFTED, args, {}))
+            given = _values(_arranged(aten.clone.default, args, {}))
             self.calls.append(Call(LIFTED, given, (digest(result),), user_line()))
         elif _writes(func) or not _is_view(args, results):
             self._note(func, args, kwargs, results)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
-        target = f"{func.namespace}.{func._opname}.{func._overloadname}"
-        given = _values(_arranged(target, args, kwargs))
+        target = f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
+        given = _values(_arranged(func, args, kwargs))
         self.calls.append(Call(target, given, _digests(results), user_line()))
 
 
@@ -196,15 +195,15 @@ def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
 
 def _named(graph: Graph, op: Op, place: int) -> str:
     """The name of an argument, where it is an input of the step."""
-    value = getattr(_arranged(op.target, op.args, dict(op.kwargs))[place], "value", None)
+    value = getattr(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))[place], "value", None)
     if value is None or graph.maker[value] >= 0:
         return ""
     return f", the {graph.values[value].kind} {graph.values[value].name!r},"
 
 
-def _arranged(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _arranged(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments of a call in the order of its schema; torch leaves out those that are at their defaults."""
-    schema = kernels.overload(target)._schema.arguments
+    schema = private.schema(overload).arguments
     rest = schema[len(args) :]
     return [*args[: len(schema)], *(kwargs.get(item.name, item.default_value) for item in rest)]
 
@@ -231,17 +230,17 @@ def _is_view(args: tuple[Any, ...], results: list[Any]) -> bool:
     tensors = [item for item in results if isinstance(item, torch.Tensor)]
     if not tensors or not args or not isinstance(args[0], torch.Tensor):
         return not tensors
-    home = args[0].untyped_storage()._cdata
-    return len(tensors) == len(results) and all(item.untyped_storage()._cdata == home for item in tensors)
+    home = private.storage_key(args[0])
+    return len(tensors) == len(results) and all(private.storage_key(item) == home for item in tensors)
 
 
 def _writes(func: Any) -> bool:
-    return any(item.alias_info is not None and item.alias_info.is_write for item in func._schema.arguments)
+    return any(item.alias_info is not None and item.alias_info.is_write for item in private.schema(func).arguments)
 
 
 def _is_composite(func: Any) -> bool:
     """Whether torch runs a call as other calls."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = private.has_kernel
     own = has(func.name(), "CPU") or has(func.name(), "CompositeExplicitAutograd")
     return has(func.name(), "CompositeImplicitAutograd") and not own
 
@@ -263,7 +262,7 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
             if not isinstance(instruction, Run) or kernel not in accepted.get(instruction.op, ()):
                 return kernel(*args, **kwargs)
             op = graph.ops[instruction.op]
-            given = _arranged(op.target, args, kwargs)
+            given = _arranged(kernels.overload(op.target), args, kwargs)
             before = _values(given)  # a result may take the place of an argument
             result = kernel(*args, **kwargs)
             written, after = _written(op), _values(given)
@@ -287,7 +286,7 @@ def _written(op: Op) -> set[int]:
     """The places of the arguments that an op writes to, as eager does."""
     old = {value for _, value in op.updates}
     found = set()
-    for place, argument in enumerate(_arranged(op.target, op.args, dict(op.kwargs))):
+    for place, argument in enumerate(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))):
         items = argument if isinstance(argument, tuple) else (argument,)
         if any(isinstance(item, Read) and item.value in old for item in items):
             found.add(place)
@@ -303,5 +302,5 @@ def _kernels(op: Op) -> list[Any]:
     found = [kernels.kernel(op.target)]
     for itself in (True, False):
         other = kernels.overwriter(op.target, itself=itself)
-        found += [] if other is None else [other[0]._op]
+        found += [] if other is None else [private.bare_kernel(other[0])]
     return found

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.errors import UsageError
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -92,12 +92,12 @@ class Copy:
         if id(tensor) in self._memo:
             found: torch.Tensor = self._memo[id(tensor)]
             return found
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage.clone()
+        key = private.storage_key(tensor)
+        if key not in self._storages:
+            self._storages[key] = tensor.untyped_storage().clone()
         with torch.no_grad():
             made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+            made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
         else:
