@@ -159,6 +159,17 @@ def schema(overload: Any) -> Any:
     return overload._schema
 
 
+def dispatched(found: Any) -> bool:
+    """Whether this is an overload of an op that the dispatcher knows; torch.ops has more, such as `aten.warn`."""
+    if not isinstance(found, torch._ops.OpOverload):
+        return False
+    try:
+        torch._C._dispatch_find_schema_or_throw(found._schema.name, found._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def base_name(overload: Any) -> str:
     """The name of an op without namespace and overload: `mm`."""
     name: str = overload._opname
@@ -269,6 +280,7 @@ PARTS = (
     ),
     (torch._C, ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only")),
     (torch._C, ("_get_deterministic_fill_uninitialized_memory",)),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
     (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),

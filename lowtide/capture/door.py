@@ -92,6 +92,12 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
             raise CaptureError(
                 f"{name} is a quantized {cls.__name__}: {QUANTIZED}.", hint="train it before it is converted."
             )
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+        raise CaptureError(
+            f"{name} makes sparse gradients (sparse=True): their bytes depend on the data, and lowtide plans dense "
+            "tensors.",
+            hint="sparse=False makes the same gradients as dense tensors.",
+        )
     if private.compiled_in_place(module):
         raise CaptureError(
             f"{name} was compiled in place by module.compile(): {MODULES['OptimizedModule'][0]}.",
@@ -121,7 +127,7 @@ def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{name} is a sparse tensor, of layout {tensor.layout}: its bytes depend on the data, and lowtide plans "
             "dense tensors.",
-            hint="tensor.to_dense() it; an Embedding with sparse=True makes sparse gradients, sparse=False dense ones.",
+            hint="tensor.to_dense() it.",
         )
 
 

@@ -7,7 +7,7 @@ once more with kernels that note the same, and the two are held against each oth
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -25,6 +25,7 @@ from lowtide.verify.compare import digest
 aten = torch.ops.aten
 NUMBERS = (bool, int, float, complex, str)
 WINDOW, ALIKE = 200, 6  # ops: how far apart two runs may be before they meet again, and for how long they must agree
+LIFTED = "aten.clone.default"  # what a graph has for a tensor that is made from Python's numbers
 REPEATED = ("aten.clone.default", "aten.copy_.default")  # what a graph has in the place of numbers drawn a second time
 
 
@@ -73,17 +74,19 @@ class Eager(private.TorchDispatchMode):
             return result
         results = list(result) if isinstance(result, tuple | list) else [result]
         if func is aten.lift_fresh.default:
-            self.calls.append(Call("aten.clone.default", _values(args), (digest(result),), user_line()))
+            given = _values(_arranged(aten.clone.default, args, {}))
+            self.calls.append(Call(LIFTED, given, (digest(result),), user_line()))
         elif _writes(func) or not _is_view(args, results):
             self._note(func, args, kwargs, results)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
         target = f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
-        self.calls.append(Call(target, _values((*args, *kwargs.values())), _digests(results), user_line()))
+        given = _values(_arranged(func, args, kwargs))
+        self.calls.append(Call(target, given, _digests(results), user_line()))
 
 
-def blame(runner: Runner, batch: tuple[Any, ...], calls: Sequence[Call], back: Callable[[], None]) -> Blame:
+def find_blame(runner: Runner, batch: tuple[Any, ...], calls: Sequence[Call], back: Callable[[], None]) -> Blame:
     """Find where the program of a runner first leaves eager's calls; `back` puts everything back before it runs."""
     graph = runner.captured.graph
     ops = [op for op in graph.ordinary if not graph.ops[op].target.startswith("operator.")]
@@ -174,7 +177,7 @@ def _place(op: Op) -> str:
 def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
     """How a call of the program differs from eager's, in words."""
     item = graph.ops[op]
-    if item.target == eager.target and len(eager.arguments) == len(ours.arguments):
+    if item.target == eager.target:
         pairs = list(enumerate(zip(eager.arguments, ours.arguments, strict=True)))
         other = [(place, pair) for place, pair in pairs if None not in pair and pair[0] != pair[1]]
         for place, (expected, found) in other:
@@ -192,11 +195,17 @@ def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
 
 def _named(graph: Graph, op: Op, place: int) -> str:
     """The name of an argument, where it is an input of the step."""
-    arguments = [*op.args, *(arg for _, arg in op.kwargs)]
-    value = getattr(arguments[place], "value", None) if place < len(arguments) else None
+    value = getattr(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))[place], "value", None)
     if value is None or graph.maker[value] >= 0:
         return ""
     return f", the {graph.values[value].kind} {graph.values[value].name!r},"
+
+
+def _arranged(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of its schema; torch leaves out those that are at their defaults."""
+    schema = private.schema(overload).arguments
+    rest = schema[len(args) :]
+    return [*args[: len(schema)], *(kwargs.get(item.name, item.default_value) for item in rest)]
 
 
 def _values(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -253,7 +262,7 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
             if not isinstance(instruction, Run) or kernel not in accepted.get(instruction.op, ()):
                 return kernel(*args, **kwargs)
             op = graph.ops[instruction.op]
-            given = (*args, *kwargs.values())[: len(op.args) + len(op.kwargs)]
+            given = _arranged(kernels.overload(op.target), args, kwargs)
             before = _values(given)  # a result may take the place of an argument
             result = kernel(*args, **kwargs)
             written, after = _written(op), _values(given)
@@ -277,7 +286,7 @@ def _written(op: Op) -> set[int]:
     """The places of the arguments that an op writes to, as eager does."""
     old = {value for _, value in op.updates}
     found = set()
-    for place, argument in enumerate([*op.args, *(arg for _, arg in op.kwargs)]):
+    for place, argument in enumerate(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))):
         items = argument if isinstance(argument, tuple) else (argument,)
         if any(isinstance(item, Read) and item.value in old for item in items):
             found.add(place)

@@ -183,6 +183,14 @@ def test_ops_say_where_they_have_kernels() -> None:
     assert private.has_kernel("aten::ones_like", "CompositeExplicitAutograd")
 
 
+@canary("dispatched", does="tells ops from what else torch.ops has")
+def test_dispatched() -> None:
+    assert private.dispatched(aten.mm.default)
+    assert not private.dispatched(aten.mm)
+    assert not private.dispatched(aten.warn.default)
+    assert not private.dispatched(None)
+
+
 @canary("schema", "base_name", "overload_name", "bare_kernel", does="names ops, and knows what they take and write to")
 def test_an_op_knows_its_name_and_its_arguments() -> None:
     op = aten.add_.Tensor
@@ -555,6 +563,9 @@ def test_a_version_that_says_nothing_is_refused() -> None:
         (torch._subclasses.fake_tensor, "FakeTensorMode"),
         (torch.utils._python_dispatch, "_disable_current_modes"),
         (torch.optim.Adam, "_init_group"),
+        (torch._C, "_is_any_autocast_enabled"),
+        (torch.nn.modules.module, "_global_backward_pre_hooks"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
     ],
 )
 def test_a_missing_part_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> None:

@@ -28,7 +28,8 @@ def run(*arguments: str) -> str:
     [
         *("", "profile", "plan", "curve", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
-        *("bench fit", "bench limited", "bench steady", "bench classics", "bench trust", "data", "data install"),
+        *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust"),
+        *("data", "data install"),
     ],
 )
 def test_help(golden: Golden, command: str) -> None:
