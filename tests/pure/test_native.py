@@ -190,7 +190,7 @@ def test_a_full_disk_is_named(source: Path, cache: Path, monkeypatch: pytest.Mon
 
 
 def _says(words: str) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(command: list[str], workshop: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0 if workshop is None else 1, "version", words)
 
     return run
