@@ -19,7 +19,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.files.cache import find, keep, looked_in, own_folder, private_folder
-from lowtide.files.disk import ROOM, is_full
+from lowtide.files.disk import is_full
 
 COMPILERS = ("g++", "c++", "clang++")
 INSTALL = "install a C++20 compiler (apt install g++, or conda install gxx) or name the one you have in $CXX."
@@ -65,7 +65,7 @@ def library(
     if is_full(problem):
         raise NativeUnavailable(
             f"{what}, compiled, can't be stored: the disk is full ({problem}).",
-            hint=f"{ROOM} $LOWTIDE_CACHE names it.",
+            hint="free some room on that disk, or name a folder on another one in $LOWTIDE_CACHE.",
         ) from problem
     raise NativeUnavailable(
         f"{what}, compiled, can't be stored or loaded: {problem}",
