@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.graph import Graph
+from lowtide.guards import Effect, Guards
 from lowtide.tree import Tree
 
 
@@ -33,33 +34,48 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """A hyperparameter comparison that the step's own code made, and its answer then."""
+class Integer:
+    """An output of the graph that is a whole number."""
 
-    path: tuple[str | int, ...]  # (group, "weight_decay")
-    comparison: str  # "ne"
-    other: float
-    answer: bool
+    output: int
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A step as data, bound to the caller's model and optimizer."""
+    """A step as data, bound to the caller's model and optimizers."""
 
     graph: Graph
     step: Callable[..., Any]
     model: Any
-    optimizer: Any
+    optimizer: Any  # as the step is given it: None, one, or a tuple of them
     batch: Tree
     batch_leaves: tuple[Any, ...]  # a TensorSpec for each tensor; other leaves as they were
-    results: Tree
-    result_leaves: tuple[Any, ...]  # an int for each output of the graph; other leaves as (value,)
+    results: Tree  # of a pair: what the step returns, and for each effect what it leaves behind
+    result_leaves: tuple[Any, ...]  # an int or Integer for each output of the graph; others as (value,)
+    effects: tuple[Effect, ...]
     slots: Mapping[str, Slot]  # parameter or buffer name -> where it lives
+    owners: Mapping[str, Any]  # parameter name -> the optimizer that it belongs to
     constants: tuple[Any, ...]
     options: tuple[Mapping[str, Any], ...]  # for each parameter group, the options that are constants of the graph
-    guards: tuple[Guard, ...]
+    guards: Guards
     gradients: Mapping[str, bool]  # parameter name -> whether it has a gradient before the step, where that matters
     trained: tuple[str, ...]  # parameters whose gradient the step makes, clears or leaves alone
     trains: frozenset[str]  # parameters and buffers that require a gradient
-    training: tuple[bool, ...]  # for each module of the model, whether it is in training mode
     prepare: Callable[[], None]  # makes the optimizer's state, as the optimizer itself would, where it is missing
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """All of them."""
+        return optimizers_of(self.optimizer)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, as they are now."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
+    """None, one optimizer or several, as a tuple."""
+    if optimizer is None:
+        return ()
+    return tuple(optimizer) if isinstance(optimizer, (tuple, list)) else (optimizer,)

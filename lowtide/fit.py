@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -14,23 +14,23 @@ from lowtide import report
 from lowtide.allocator.arena import ArenaError, give_back
 from lowtide.budget import free_memory, read_budget
 from lowtide.capture import capture
+from lowtide.capture.door import refuse_to_run
 from lowtide.captured import Captured
+from lowtide.changes import Changes
 from lowtide.check import check
+from lowtide.choice import Choice, choose, given
 from lowtide.costs import Costs
-from lowtide.errors import BudgetError, FileError, LowtideWarning, UsageError
+from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.graph import Graph
-from lowtide.lossy import RECURRENT, cut, longest
 from lowtide.measure import measure, roofline
-from lowtide.plan import TIME_LIMIT, as_eager, plan, with_narrow
-from lowtide.plan.infeasible import floor
-from lowtide.plan.problem import problem
+from lowtide.plan import TIME_LIMIT, as_eager, carry, plan, with_narrow
 from lowtide.program import Plan, Program
 from lowtide.simulate import simulate
+from lowtide.verify import Verifier, announce, refuse_call
 
 ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
-SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
-WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+KEPT = 64  # programs that are kept, the latest first
 FREE = 0.9  # of the memory that is free: the budget where none is given
 TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget, or finds less memory
 BESIDE = 32 * 2**20  # bytes that the libraries below torch take beside a step, but for the code that they compile
@@ -39,97 +39,6 @@ CRAMPED, SHRINK = 8 * 2**20, 0.03  # bytes, and of the arena: how much less it t
 
 Tell = Callable[[str], None]
 CostsFrom = Literal["measured", "roofline"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan, and what it is a plan of."""
-
-    graph: Graph  # with its optional ops
-    costs: Costs
-    plan: Plan
-    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
-    eager_peak: int  # bytes, predicted; eager's layers are whole
-
-
-def candidates(graph: Graph, *, rounding: bool) -> Iterator[tuple[int, Graph]]:
-    """The graphs that may be planned for a captured one, the exact one first, with the chunks of recurrent layers."""
-    yield 1, with_narrow(graph)
-    chunks, moments = 2, longest(graph) if rounding else 0
-    while moments >= SHORTEST * chunks:
-        yield chunks, with_narrow(cut(graph, chunks))
-        chunks *= 2
-
-
-def choose(
-    graph: Graph,
-    price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
-    *,
-    rounding: bool,
-) -> Choice:
-    """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
-
-    `search` plans a graph with its costs, given eager's peak in bytes.
-    """
-    best: Choice | None = None
-    failure: BudgetError | None = None
-    eager_peak = 0
-    for chunks, candidate in candidates(graph, rounding=rounding):
-        costs = price(candidate)
-        if chunks == 1:
-            eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
-        if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
-            continue  # slower, even if nothing runs twice
-        try:
-            found = search(candidate, costs, eager_peak)
-        except BudgetError as error:
-            if not rounding:
-                if not _helps(graph, candidate, costs):
-                    raise
-                more = "with rounding=True (--rounding) recurrent layers are cut in time, which needs less"
-                raise BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least) from error
-            failure = min(failure or error, error, key=lambda one: float("inf") if one.least is None else one.least)
-            continue
-        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
-        if found.seconds < limit:
-            best = Choice(candidate, costs, found, chunks, eager_peak)
-        if chunks == 1 and found.seconds <= found.base_seconds:
-            break  # nothing runs twice, and every bit is eager's
-    if best is None:
-        assert failure is not None
-        raise failure
-    return best
-
-
-def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:
-    """Whether a recurrent layer that can be cut is what needs most."""
-    _, op = floor(problem(graph, costs))
-    return op >= 0 and graph.ops[op].target in RECURRENT and longest(captured) >= 2 * SHORTEST
-
-
-def given(
-    plan: Plan | str | os.PathLike[str], graph: Graph, price: Callable[[Graph], Costs], *, rounding: bool
-) -> Choice:
-    """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
-    failure: FileError | None = None
-    for chunks, candidate in candidates(graph, rounding=rounding):
-        if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
-            continue
-        try:
-            found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
-        except FileError as error:
-            failure = failure or error
-            continue
-        costs = price(candidate)
-        whole = candidate if chunks == 1 else with_narrow(graph)
-        eager_peak = simulate(whole, costs if chunks == 1 else price(whole), as_eager(whole)).peak
-        return Choice(candidate, costs, found, chunks, eager_peak)
-    if failure is None:
-        raise UsageError("the plan is one of another step.", hint="plan this step.")
-    if rounding or not longest(graph):
-        raise failure
-    raise FileError(failure.message, hint=f"{failure.hint} A plan with rounding needs it here too.") from failure
 
 
 @dataclass
@@ -171,24 +80,40 @@ class Fitted:
             read_budget(budget, stays=1, eager_peak=1)  # a wrong one is refused before anything is captured
         self._step, self._model, self._optimizer = step, model, optimizer
         self._asked, self._time_limit, self._costs, self._rounding = budget, time_limit, costs, rounding
+        self._told = tell
         self._tell: Tell = tell if tell is not None else lambda _: None
+        self._changes = Changes()
+        self._fits: list[_Fit] = []
         self._bytes: int | None = None  # the budget, once it is known what a part of the step is
+        self.verifier: Verifier | None = None  # of the steps that run beside eager
+        refuse_to_run(model)
         self._fits = [self._make(example, plan)]
 
     def __call__(self, *batch: Any) -> Any:
         """One training step; returns what the step returns, detached."""
+        self._changes.step()
+        if self.verifier is not None and self.verifier.left:
+            return self.verifier.check(batch, self._call, lambda: self._fits[0].runner)
+        return self._call(*batch)
+
+    def _call(self, *batch: Any) -> Any:
+        stale: StaleError | None = None
         for fit in self._fits:
             try:
                 result = self._take(fit, batch)
-            except StaleError:
+            except StaleError as error:
+                stale = stale or error
                 continue
             if fit is not self._fits[0]:
                 self._fits.remove(fit)
                 self._fits.insert(0, fit)
             self._hold(fit)
             return result
-        self._tell("the batch, or the model, is not as in the steps so far: it is planned now, within the same budget")
+        assert stale is not None
+        self._changes.note(stale.change)
+        self._tell(f"{stale.change.what}: the step is captured anew, within the same budget")
         self._fits.insert(0, self._make(batch))
+        del self._fits[KEPT:]
         result = self._take(self._fits[0], batch)
         self._hold(self._fits[0])
         return result
@@ -238,6 +163,17 @@ class Fitted:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
 
+    def explain_guards(self) -> str:
+        """What the program assumes about the world around it, one thing a line."""
+        return "\n".join(self.captured.guards.explain())
+
+    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
+        """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
+        fit = self._fits[0]
+        stays = fit.costs.stays(self.captured.graph)
+        self.verifier = Verifier(self._step, self._model, self._optimizer, steps)
+        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=tell or self._told)
+
     def report(self) -> str:
         """What the plan does and what was measured, for a person."""
         fit = self._fits[0]
@@ -256,15 +192,41 @@ class Fitted:
             check(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
             self._bytes = chosen.plan.budget
         else:
-            chosen = choose(captured.graph, self._price, self._search, rounding=self._rounding)
+            chosen = self._carried(captured.graph) or choose(
+                captured.graph, self._price, self._search, rounding=self._rounding
+            )
         found, costs = chosen.plan, chosen.costs
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._tell(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         runner = self._execute(replace(captured, graph=chosen.graph), found.program, costs.nbytes)
         return _Fit(runner, found, costs, chosen.eager_peak, chosen.chunks)
 
+    def _carried(self, graph: Graph) -> Choice | None:
+        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
+        if not self._fits or self._fits[0].chunks != 1:
+            return None
+        known, candidate = self._fits[0], with_narrow(graph)
+        costs = self._price(candidate)
+        before = known.runner.captured.graph
+        if before.fingerprint == candidate.fingerprint:
+            return Choice(candidate, costs, known.plan, 1, known.eager_peak)
+        found = carry(known.plan, before, candidate, costs, self._bytes)
+        if found is None:
+            return None
+        return Choice(candidate, costs, found, 1, simulate(candidate, costs, as_eager(candidate)).peak)
+
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
-        return capture(self._step, self._model, self._optimizer, batch)
+        return self._trace(self._step, self._optimizer, batch)
+
+    def _trace(self, step: Callable[..., Any], optimizer: Any, batch: tuple[Any, ...]) -> Captured:
+        """Capture; numbers that change all the time are inputs, unless the step can't take them as such."""
+        numbers = self._changes.numbers
+        try:
+            return capture(step, self._model, optimizer, batch, numbers=numbers)
+        except CaptureError:
+            if not numbers:
+                raise
+            return capture(step, self._model, optimizer, batch)
 
     def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Runner:
         return execute(captured, program, nbytes)
@@ -375,6 +337,7 @@ def fit(
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
     rounding: bool = False,
+    verify: int = 0,
 ) -> Fitted:
     """Return `step` as a step that does the same arithmetic and never holds more than the budget.
 
@@ -384,6 +347,12 @@ def fit(
     each, what happens before the first step and when a batch of another shape is planned. With costs="roofline" the ops
     are not measured but estimated: quicker to fit, but what they hold inside is unknown, and the budget may be missed.
     Results equal eager's to the bit. With rounding=True they are the same up to rounding: layers of an nn.LSTM may then
-    be cut in time, which lowers the least budget.
+    be cut in time, which lowers the least budget. With verify=3 the first three steps also run in eager PyTorch, on
+    copies, and every bit is compared; that needs eager's memory beside the budget, which is said first. A difference
+    is a VerifyError that names what differs and the first op that does, and the step is undone.
     """
-    return Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs, rounding)
+    refuse_call(verify, rounding=rounding)
+    fitted = Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs, rounding)
+    if verify:
+        fitted.verify(verify)
+    return fitted

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import tree
-from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
 from lowtide.execute import Half, Halves
@@ -117,7 +116,7 @@ class _Halved(Fitted):
     """A step with a turn."""
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
-        captured = capture(self._step(), self._model, None, batch)
+        captured = self._trace(self._step(), None, batch)
         return replace(captured, gradients={}, trained=())  # gradients are autograd's business
 
     def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:

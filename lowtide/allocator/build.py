@@ -26,7 +26,7 @@ FUNCTIONS: native.Signatures = {
     "lowtide_arena_map": ([NUMBER], HANDLE),
     "lowtide_arena_unmap": ([HANDLE], None),
     "lowtide_arena_blocks": ([HANDLE], NUMBER),
-    "lowtide_tape_make": ([NUMBER, NUMBERS, NUMBERS, NUMBERS], HANDLE),
+    "lowtide_tape_make": ([NUMBER, NUMBERS, NUMBER, NUMBERS, NUMBERS], HANDLE),
     "lowtide_tape_drop": ([HANDLE], None),
     "lowtide_step_begin": ([NUMBER, HANDLE, HANDLE, HANDLE], NUMBER),
     "lowtide_step_end": ([NUMBER], HANDLE),

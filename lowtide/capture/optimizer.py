@@ -5,27 +5,62 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide.capture.origin import user_line
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like
+from lowtide.captured import optimizers_of
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.graph import Input
+from lowtide.private import FakeTensorMode, state_maker
 
 # What schedulers change between steps; every other option is a constant of the graph and checked at each call.
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
 def refuse_unknown(optimizer: Any) -> None:
-    """Refuse an optimizer whose step is no fixed list of ops."""
+    """Refuse optimizers whose step is no fixed list of ops, and several that share a parameter."""
+    owners: dict[int, int] = {}
+    for number, one in enumerate(optimizers_of(optimizer)):
+        _refuse_unknown(one)
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            if owners.setdefault(id(parameter), number) != number:
+                raise CaptureError(
+                    f"a parameter of shape {tuple(parameter.shape)} belongs to two optimizers.",
+                    hint="give each parameter to one optimizer.",
+                )
+
+
+@contextlib.contextmanager
+def followed(optimizers: tuple[Any, ...], before: Callable[..., None]) -> Iterator[None]:
+    """A context in which `before` is called before each update, and optimizers that nobody handed over are refused."""
+
+    def start(optimizer: Any, *_: Any) -> None:
+        if not any(optimizer is one for one in optimizers):
+            raise CaptureError(
+                f"{user_line()}: the step calls a {type(optimizer).__name__} that it was not given.",
+                hint="pass it: fit(step, model, optimizer, ...), or optimizer=(one, two); the step gets them as its "
+                "second argument.",
+            )
+        before()
+
+    hook = register_optimizer_step_pre_hook(start)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _refuse_unknown(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CaptureError(
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
-            hint="pass optimizer=None for a step that needs none; a step with two of them, as of a GAN, is two steps.",
+            hint="pass optimizer=None for a step that needs none, and a tuple where it needs several.",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CaptureError(
@@ -56,7 +91,7 @@ def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
             )
         # SGD's first buffer is the gradient itself: -0.0 * momentum + gradient is that, to the bit.
         return {"momentum_buffer": torch.full_like(parameter, -0.0, requires_grad=False)}
-    initialise = getattr(optimizer, "_init_group", None)
+    initialise = state_maker(optimizer)
     if initialise is None:
         raise CaptureError(
             f"{type(optimizer).__name__} has no state yet, and lowtide cannot know what it starts from.",
@@ -76,11 +111,16 @@ def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
 
 @contextlib.contextmanager
 def as_inputs(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], recorder: Recorder, fake_mode: FakeTensorMode
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    recorder: Recorder,
+    fake_mode: FakeTensorMode,
+    first: int = 0,
 ) -> Iterator[tuple[list[Input], list[Input], list[tuple[torch.Tensor, str]]]]:
     """State and hyperparameters as inputs while the step is traced.
 
     Yields the inputs of the state, those of the hyperparameters, and what state is missing in the real optimizer.
+    `first` is the number of its first group among those of all optimizers.
     """
     states: list[Input] = []
     hypers: list[Input] = []
@@ -116,22 +156,39 @@ def as_inputs(
                 group["fused"] = False
             for key in SCHEDULED:
                 if key in group:
-                    group[key] = _scalars(group[key], (number, key), recorder, hypers)
-        scheduled = [{key: group[key] for key in SCHEDULED if key in group} for group in optimizer.param_groups]
+                    group[key] = _scalars(group[key], (first + number, key), recorder, hypers)
+        given = [dict(group) for group in optimizer.param_groups]
+        plain = {parameter: _plain(entries) for parameter, entries in state.items()}
         yield states, hypers, missing
-        for number, (group, before) in enumerate(zip(optimizer.param_groups, scheduled, strict=True)):
-            for key, item in before.items():
-                if group[key] is not item:
-                    raise CaptureError(
-                        f"the step changes {key!r} of parameter group {number}, as a scheduler does.",
-                        hint="call scheduler.step() after the step, not inside it.",
-                    )
+        _refuse_changes(optimizer, given)
+        for parameter, entries in state.items():
+            if _plain(entries) != plain.get(parameter, {}):
+                raise CaptureError(
+                    f"{type(optimizer).__name__} counts with Python numbers in its state, which would be the same at "
+                    "every step.",
+                    hint="keep them as tensors, as torch's own optimizers do: state['step'] = torch.tensor(0.0).",
+                )
     finally:
         optimizer.__dict__.clear()
         optimizer.__dict__.update(attributes)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(options)
+
+
+def _plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in entries.items() if not isinstance(item, torch.Tensor)}
+
+
+def _refuse_changes(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    """Refuse a step that changes the options of an optimizer."""
+    for number, (group, before) in enumerate(zip(optimizer.param_groups, given, strict=True)):
+        for key in {**group, **before}:
+            if group.get(key) is not before.get(key):
+                raise CaptureError(
+                    f"the step changes {key!r} of parameter group {number}, as a scheduler does.",
+                    hint="call scheduler.step() after the step, not inside it.",
+                )
 
 
 def _scalars(option: Any, path: tuple[str | int, ...], recorder: Recorder, hypers: list[Input]) -> Any:
@@ -160,10 +217,16 @@ def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
     )
 
 
-def make_state(optimizer: torch.optim.Optimizer, needed: list[tuple[torch.Tensor, str]]) -> None:
+def make_state(optimizers: tuple[Any, ...], needed: list[tuple[torch.Tensor, str]]) -> None:
     """Make the real state of these parameters where it is still missing: of all of them, or of none."""
+    for optimizer in optimizers:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        _make_state(optimizer, [parameter for parameter, _ in needed if id(parameter) in own])
+
+
+def _make_state(optimizer: torch.optim.Optimizer, needed: list[torch.Tensor]) -> None:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [one for one in dict.fromkeys(parameter for parameter, _ in needed) if not optimizer.state.get(one)]
+    missing = [one for one in dict.fromkeys(needed) if not optimizer.state.get(one)]
     try:
         made = [initial_state(optimizer, groups[id(parameter)], parameter) for parameter in missing]
     except (RuntimeError, MemoryError) as error:

@@ -11,7 +11,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowtide import private
 from lowtide.graph import Phase
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -56,9 +58,9 @@ def line_of_error(error: BaseException) -> str:
 class Origins:
     """Follows the step while it is traced; a backward op gets the origin of the forward op that it differentiates."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: tuple[Any, ...]) -> None:
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.stack: list[str] = []
         self.updating = False
         self.by_sequence: dict[int, tuple[str, str]] = {}
@@ -73,8 +75,8 @@ class Origins:
         def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
             self.stack.pop()
 
-        def start(*_: Any) -> None:
-            self.updating = True
+        def start(optimizer: Any, *_: Any) -> None:
+            self.updating = any(optimizer is one for one in self.optimizers)
 
         def stop(*_: Any) -> None:
             self.updating = False
@@ -83,11 +85,7 @@ class Origins:
             torch.nn.modules.module.register_module_forward_pre_hook(enter),
             torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
         ]
-        if self.optimizer is not None:
-            hooks += [
-                self.optimizer.register_step_pre_hook(start),
-                self.optimizer.register_step_post_hook(stop),
-            ]
+        hooks += [register_optimizer_step_pre_hook(start), register_optimizer_step_post_hook(stop)]
         try:
             yield
         finally:
@@ -96,14 +94,14 @@ class Origins:
 
     def here(self) -> tuple[Phase, str, str]:
         """Phase, module path and source line of the op that is running now."""
-        node = torch._C._current_autograd_node()
+        node = private.current_node()
         if node is not None:
-            module, source = self.by_sequence.get(node._sequence_nr(), ("", ""))
+            module, source = self.by_sequence.get(private.sequence_number(node), ("", ""))
             return "backward", module, source or user_line()
         module = self.stack[-1] if self.stack else ""
         source = user_line()
         if self.updating:
             return "update", module, source
         if torch.is_grad_enabled():
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))
+            self.by_sequence.setdefault(private.next_sequence_number() - 1, (module, source))
         return "forward", module, source

@@ -7,22 +7,23 @@ value; a call that returns a view of a storage is no op but a way to read it.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import private
 from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
-from lowtide.capture.scalars import ScalarNode, refuse_data
+from lowtide.capture.scalars import ScalarNode, refuse_data, result_of
 from lowtide.capture.stand_in import fake_like
-from lowtide.captured import Guard
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
+from lowtide.guards import Comparison, Expression
+from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
 
 aten = torch.ops.aten
 
@@ -35,7 +36,6 @@ UNDECLARED_WRITES = {
 }
 # Calls that return the same outputs when they are given None for what they update.
 DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
-ACCUMULATES = 2**64 - 1  # the sequence number of autograd's AccumulateGrad nodes
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -44,20 +44,20 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, fake_mode: FakeTensorMode, origins: Origins, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.backend = torch._C._dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
+        self.backend = private.dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
         self.fake_mode = fake_mode
         self.recall = Recall(fake_mode)
         self.origins = origins
         self.ops: list[Op] = []
         self.books = Books(self.ops)
         self.draws = Draws()
-        self.guards: list[Guard] = []
+        self.comparisons: list[Comparison] = []  # of numbers that the caller has
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
         self._fakes: dict[int, FakeTensor] = {}  # real constant -> its stand-in
         self._reals: dict[int, torch.Tensor] = {}  # and back
         self._names: Counter[str] = Counter()
-        self._scalars: dict[Any, torch.SymFloat] = {}
+        self._scalars: dict[Any, ScalarNode] = {}
         self._composites: dict[Any, bool] = {}
 
     # What the caller puts in and takes out
@@ -68,11 +68,12 @@ class Recorder(TorchDispatchMode):
         self.books.register(tensor, self.books.new_storage(tensor, value), None)
         return value
 
-    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, torch.SymFloat]:
+    def add_scalar_input(self, name: str, hint: float, path: tuple[str | int, ...]) -> tuple[int, Any]:
         """Register a number that the caller gives at every step."""
-        scalar = self._new_scalar(name)
-        scalar.node.hint, scalar.node.path = hint, path
-        return scalar.node.value, scalar
+        node = self._new_scalar(name, integer=isinstance(hint, int))
+        node.hint, node.expression = hint, Expression(None, path=path)
+        assert node.value is not None
+        return node.value, private.symbolic(node)
 
     def read_any(self, leaf: torch.Tensor | torch.SymFloat) -> Read:
         """How a result of the step is read: a tensor, made here or not, or a number."""
@@ -93,7 +94,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        follower = sys.gettrace()  # follows the step, not what becomes of its calls
+        sys.settrace(None)
+        try:
+            return self._called(func, args, kwargs or {})
+        finally:
+            sys.settrace(follower)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks for it at every turn
         if func.namespace in ("prim", "profiler"):
@@ -105,6 +113,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
+        self._refuse_integers(func, args)
         plain_args = tuple(map(self._plain, args))
         plain_kwargs = {key: self._plain(arg) for key, arg in kwargs.items()}
         result = self.recall.call(func, plain_args, plain_kwargs)
@@ -117,15 +126,16 @@ class Recorder(TorchDispatchMode):
     def _is_composite(self, func: Any) -> bool:
         """Whether eager runs this call as other calls; most are taken apart before they come here."""
         if func not in self._composites:
-            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            has = private.has_kernel
             own = has(func.name(), self.backend) or has(func.name(), "CompositeExplicitAutograd")
             self._composites[func] = has(func.name(), "CompositeImplicitAutograd") and not own
         return self._composites[func]
 
     def _follow_gradient(self, args: tuple[Any, ...]) -> None:
         """What autograd hands to a parameter is its gradient."""
-        node = torch._C._current_autograd_node()
-        if node is not None and node._sequence_nr() == ACCUMULATES and args and isinstance(args[0], torch.Tensor):
+        node = private.current_node()
+        adds = node is not None and private.sequence_number(node) == private.ACCUMULATES
+        if adds and args and isinstance(args[0], torch.Tensor):
             self.books.mark_gradient(args[0])
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -137,9 +147,9 @@ class Recorder(TorchDispatchMode):
             if answer is not None:
                 return answer
             refuse_data("looks at the contents of a tensor", user_line())
-        scalar = self._new_scalar("item")
-        self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (scalar.node.value,))
-        return scalar
+        node = self._new_scalar("item")
+        self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (node.value,))
+        return private.symbolic(node)
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
@@ -172,7 +182,7 @@ class Recorder(TorchDispatchMode):
         changes = [self.books.update(tensor, len(self.ops)) for tensor in written]
         updates = tuple(change for change in changes if change is not None)
         outputs: list[int | None] = []
-        base_name = func._schema.name.split("::")[1]
+        base_name = private.base_name(func)
         for item in results:
             if not isinstance(item, torch.Tensor):
                 outputs.append(None)
@@ -213,8 +223,8 @@ class Recorder(TorchDispatchMode):
         """Register the results if all of them are views of the first argument; otherwise say no."""
         if not args or not isinstance(args[0], torch.Tensor):
             return False
-        home = args[0].untyped_storage()._cdata
-        if any(not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata != home for item in results):
+        home = storage_key(args[0])
+        if any(not isinstance(item, torch.Tensor) or storage_key(item) != home for item in results):
             return False
         source = self.books.handle(args[0])
         for number, item in enumerate(results):
@@ -231,6 +241,13 @@ class Recorder(TorchDispatchMode):
         return True
 
     # Arguments
+
+    def _refuse_integers(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse arithmetic of integers that change with tensors of integers, which would become tensors of floats."""
+        if any(isinstance(arg, torch.SymFloat) and arg.node.integer for arg in args):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if tensors and not any(arg.dtype.is_floating_point for arg in tensors):
+                refuse_data(f"calls {func} with an integer that changes", user_line())
 
     def _plain(self, arg: Any) -> Any:
         """The argument as the fake tensors can take it: numbers for scalars, stand-ins for real tensors."""
@@ -300,24 +317,29 @@ class Recorder(TorchDispatchMode):
 
     # Books
 
-    def _new_scalar(self, name: str) -> torch.SymFloat:
-        number = len(self.books.values)
-        self.books.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype="float64"))
-        return torch.SymFloat(ScalarNode(number, self._record_scalar, self._refuse_scalar, guards=self.guards))
+    def _new_scalar(self, name: str, *, integer: bool = False) -> ScalarNode:
+        number, dtype = len(self.books.values), "int64" if integer else "float64"
+        self.books.values.append(Value(name=name, nbytes=0, kind="scalar", storage=number, dtype=dtype))
+        return ScalarNode(
+            number, self._record_scalar, self._refuse_scalar, integer=integer, comparisons=self.comparisons
+        )
 
-    def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> torch.SymFloat:
+    def _record_scalar(self, target: str, operands: tuple[ScalarNode, ...]) -> ScalarNode:
         args = tuple(node.constant if node.value is None else Read(node.value) for node in operands)
-        known = self._scalars.get((target, args))
+        key = (target, tuple((type(arg), arg) for arg in args))
+        known = self._scalars.get(key)
         if known is None:
-            known = self._scalars[target, args] = self._new_scalar(target.removeprefix("operator."))
-            self._add_op(target, args, (), (known.node.value,))
+            integer, hint, expression = result_of(target, operands)
+            known = self._scalars[key] = self._new_scalar(target.removeprefix("operator."), integer=integer)
+            known.hint, known.expression = hint, expression
+            self._add_op(target, args, (), (known.value,))
         return known
 
     def _refuse_scalar(self, what: str) -> NoReturn:
         refuse_data(what, user_line())
 
     def _made_kind(self) -> Kind:
-        return "activation gradient" if torch._C._current_autograd_node() is not None else "activation"
+        return "activation gradient" if private.current_node() is not None else "activation"
 
     def _add_op(
         self,
@@ -352,13 +374,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _name_of(func: Any) -> str:
-    return f"{func.namespace}.{func._opname}.{func._overloadname}"
+    return f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that the call writes to."""
     found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(private.schema(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if not declared and position not in UNDECLARED_WRITES.get(func, ()):
             continue
@@ -371,7 +393,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call that may draw random numbers has its dropout at zero."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(private.schema(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given == 0)

@@ -1,7 +1,9 @@
-"""Python numbers that are known only when the step runs: recorded as ops, replayed in double as eager computes them.
+"""Python numbers that are known only when the step runs: recorded as ops, replayed as eager computes them.
 
-The tensor library carries such numbers as `torch.SymFloat` around a node; the nodes here write arithmetic down, answer
-comparisons of hyperparameters from the value that they have now, and refuse every decision that depends on the data.
+The tensor library carries such numbers as `torch.SymFloat` around a node; the nodes here write arithmetic down, of
+integers too, which torch would ask for their values.
+Numbers that the caller has (hyperparameters, attributes, draws) have a value now: comparisons are
+answered from it, and the answer is remembered. Decisions that depend on the data are refused.
 """
 
 from __future__ import annotations
@@ -10,10 +12,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
-from lowtide.captured import Guard
 from lowtide.errors import CaptureError
+from lowtide.guards import APPLY, Comparison, Expression
 
 # Method of a node -> the operator that the program runs.
 BINARY = {
@@ -26,27 +26,30 @@ BINARY = {
 }
 UNARY = {"neg": "neg", "pos": "pos"}
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+ALWAYS_FLOAT = ("truediv",)
 
 
 class ScalarNode:
     """A number of the running step, known by its value in the graph; or a constant that is about to meet one."""
 
+    # Integers are those that came as such, and what sums and products make of them.
     def __init__(
         self,
         value: int | None,
-        record: Callable[[str, tuple[Any, ...]], torch.SymFloat],
+        record: Callable[[str, tuple[Any, ...]], Any],
         refuse: Callable[[str], NoReturn],
         *,
-        constant: float | None = None,
-        hint: float | None = None,
-        path: tuple[str | int, ...] = (),
-        guards: list[Guard] | None = None,
+        integer: bool = False,
+        constant: float | int | None = None,
+        hint: float | int | None = None,
+        expression: Expression | None = None,
+        comparisons: list[Comparison] | None = None,
     ) -> None:
-        self.value, self.record, self.refuse = value, record, refuse
+        self.value, self.record, self.refuse, self.integer = value, record, refuse, integer
         self.constant = constant
-        self.hint = hint  # of a hyperparameter: its value now
-        self.path = path
-        self.guards = guards if guards is not None else []
+        self.hint = hint  # what it is now, where that does not depend on the data
+        self.expression = Expression(None, constant=constant) if constant is not None else expression
+        self.comparisons = comparisons if comparisons is not None else []
 
     def is_int(self) -> bool:
         return False
@@ -54,46 +57,52 @@ class ScalarNode:
     def is_float(self) -> bool:
         return True
 
-    def is_bool(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
+    is_bool = is_constant = is_int
 
     def wrap_float(self, number: float) -> ScalarNode:
-        return ScalarNode(None, self.record, self.refuse, constant=number)
+        return ScalarNode(
+            None,
+            self.record,
+            self.refuse,
+            integer=float(number).is_integer(),
+            constant=number,
+            hint=number,
+            comparisons=self.comparisons,
+        )
 
     wrap_int = wrap_bool = wrap_float
 
     def bool_(self) -> bool:
-        return _AnswerNode(self, "ne", 0.0).bool_()
+        return _AnswerNode(self, "ne", self.wrap_float(0)).bool_()
 
-    def guard_float(self, file: str, line: int) -> NoReturn:
-        self.refuse("needs the number behind a tensor")
+    def guard_float(self, file: str, line: int) -> float:
+        """The number itself: the program is then one for this number only."""
+        if self.hint is None:
+            self.refuse("needs the number behind a tensor")
+        _AnswerNode(self, "eq", self.wrap_float(self.hint)).bool_()
+        return self.hint
 
     guard_int = guard_bool = guard_float
 
     def __getattr__(self, name: str) -> Any:
         if name in UNARY:
-            return lambda: self.record(f"operator.{UNARY[name]}", (self,)).node
+            return lambda: self.record(f"operator.{UNARY[name]}", (self,))
         if name in BINARY:
-            return lambda other: self.record(f"operator.{BINARY[name]}", (self, other)).node
+            return lambda other: self.record(f"operator.{BINARY[name]}", (self, other))
         if name in COMPARISONS:
-            return lambda other: _AnswerNode(self, name, other.constant)
+            return lambda other: _AnswerNode(self, name, other)
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *_: self.refuse(f"calls {name} on a number that is known only when the step runs")
 
-    def _graph_repr(self) -> str:
-        return f"%{self.value}"
-
-    __repr__ = __str__ = _graph_repr
+    def _graph_repr(self) -> NoReturn:
+        self.refuse("turns a number into text that is known only when the step runs")
 
 
 class _AnswerNode:
-    """The answer to a comparison: known for hyperparameters, refused for data."""
+    """The answer to a comparison: known for numbers that the caller has, refused for data."""
 
-    def __init__(self, node: ScalarNode, comparison: str, other: float | None) -> None:
+    def __init__(self, node: ScalarNode, comparison: str, other: ScalarNode) -> None:
         self.node, self.comparison, self.other = node, comparison, other
 
     def is_int(self) -> bool:
@@ -105,10 +114,13 @@ class _AnswerNode:
         return True
 
     def bool_(self) -> bool:
-        if self.node.hint is None or self.other is None:
-            self.node.refuse("decides something by a number that depends on the data")
-        answer = bool(getattr(operator, self.comparison)(self.node.hint, self.other))
-        self.node.guards.append(Guard(self.node.path, self.comparison, float(self.other), answer))
+        node, other = self.node, self.other
+        if node.hint is None or other.hint is None:
+            node.refuse("decides something by a number that depends on the data")
+        assert node.expression is not None
+        assert other.expression is not None
+        answer = bool(getattr(operator, self.comparison)(node.hint, other.hint))
+        node.comparisons.append(Comparison(node.expression, self.comparison, other.expression, answer))
         return answer
 
     def guard_bool(self, file: str, line: int) -> bool:
@@ -116,6 +128,16 @@ class _AnswerNode:
 
     def expect_true(self, file: str, line: int) -> bool:
         return True  # torch's own sanity checks, such as a base of a power that is not negative
+
+
+def result_of(target: str, operands: tuple[ScalarNode, ...]) -> tuple[bool, Any, Expression | None]:
+    """Of arithmetic: whether it gives an integer, its value now, and how it is computed; None where data has a say."""
+    name = target.removeprefix("operator.")
+    integer = all(node.integer for node in operands) and name not in ALWAYS_FLOAT
+    if any(node.hint is None for node in operands):
+        return integer, None, None
+    expressions = tuple(node.expression for node in operands if node.expression is not None)
+    return integer, APPLY[name](*(node.hint for node in operands)), Expression(name, expressions)
 
 
 def refuse_data(what: str, where: str) -> NoReturn:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowtide import private
 from lowtide.errors import CaptureError
+from lowtide.private import FakeTensor, FakeTensorMode
 
 
 def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
     """A fake tensor with the sizes, strides, type and device of a real one."""
-    with torch._C._DisableTorchDispatch():
+    with private.without_dispatch():
         meta = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
     fake: torch.Tensor = FakeTensor(fake_mode, meta, tensor.device)
     with fake_mode:
@@ -33,7 +33,7 @@ def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
+    private.swap_tensor_impl(one, other)
 
 
 @contextlib.contextmanager
@@ -55,45 +55,3 @@ def stand_ins(tensors: list[torch.Tensor], fake_mode: FakeTensorMode) -> Iterato
     finally:
         for tensor, stand_in in reversed(swapped):
             _swap(tensor, stand_in)
-
-
-@contextlib.contextmanager
-def unchanged_attributes(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Put back what the step assigns to attributes of modules; the list names what it assigned, tensors refused."""
-    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
-    registries = [
-        (registry, dict(registry))
-        for _, module, _ in before
-        for registry in (module._parameters, module._buffers, module._modules)
-    ]
-    changed: list[str] = []
-    try:
-        yield changed
-        for name, module, attributes in before:
-            for key, now in module.__dict__.items():
-                if key in attributes and attributes[key] is now:
-                    continue
-                full = f"{name}.{key}" if name else key
-                if _holds_tensor(now):
-                    raise CaptureError(
-                        f"the step keeps a tensor in the attribute {full!r} for the next step.",
-                        hint="register it as a buffer and write to it in place, or pass it in and return it.",
-                    )
-                changed.append(full)
-    finally:
-        for _, module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for registry, items in registries:
-            registry.clear()
-            registry.update(items)
-
-
-def _holds_tensor(thing: Any) -> bool:
-    if isinstance(thing, torch.Tensor):
-        return True
-    if isinstance(thing, dict):
-        return any(map(_holds_tensor, thing.values()))
-    if isinstance(thing, (list, tuple)):
-        return any(map(_holds_tensor, thing))
-    return False

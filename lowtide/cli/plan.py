@@ -17,11 +17,11 @@ from lowtide import report
 from lowtide.budget import read_budget
 from lowtide.captured import Captured
 from lowtide.check import check
+from lowtide.choice import choose, given
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
 from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
-from lowtide.fit import choose, given
 from lowtide.graph import Graph
 from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, with_narrow
 from lowtide.plan.planning import Planning

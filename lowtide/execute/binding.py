@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
-from lowtide import tree
-from lowtide.captured import Captured, TensorSpec
+from lowtide import private, tree
+from lowtide.captured import Captured, Integer, TensorSpec
 from lowtide.errors import BatchError
+from lowtide.execute.effects import repeat
+from lowtide.guards import APPLY, MISSING, Change, Comparison
+from lowtide.watch import Watcher, same
 
 
 class StaleError(BatchError):
     """The caller's objects are not as they were when the step was captured; capture it again."""
+
+    def __init__(self, message: str, *, hint: str | None = None, change: Change | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.change = change if change is not None else Change(message.split(" is ")[0], message)
 
 
 class Binding:
@@ -23,7 +32,8 @@ class Binding:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         graph = captured.graph
-        self.modules = tuple(captured.model.modules())
+        self.watcher = Watcher(captured.guards)
+        self.drawn: list[Any] = []
         batch_paths = {path: place for place, path in enumerate(captured.batch.paths())}
         self.sources: list[tuple[str, Any, Any]] = []
         for item in graph.inputs:
@@ -31,25 +41,37 @@ class Binding:
             if kind in ("parameter", "buffer"):
                 slot = captured.slots[str(path[0])]
                 self.sources.append(("slot", slot.holder, slot.key))
-            elif kind in ("state", "gradient"):
+            elif kind == "state":
+                slot = captured.slots[str(path[0])]
+                self.sources.append((kind, (captured.owners[str(path[0])], slot), path[1]))
+            elif kind == "gradient":
                 self.sources.append((kind, captured.slots[str(path[0])], path[1]))
             elif kind == "batch":
                 self.sources.append(("batch", batch_paths[path], None))
             elif kind == "constant":
                 self.sources.append(("constant", captured.constants[int(path[0])], None))
+            elif path[0] in ("number", "draw"):
+                self.sources.append((str(path[0]), int(path[1]), None))
             else:
                 self.sources.append(("option", int(path[0]), path[1:]))
-        self.updates = captured.optimizer is not None and any(op.phase == "update" for op in graph.ops)
+        self.updates = bool(captured.optimizers) and any(op.phase == "update" for op in graph.ops)
         self.kept_gradients = {
             item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.stays
         }
 
     def check(self, batch: tuple[Any, ...]) -> list[Any]:
         """The leaves of the batch, after checking that the program fits the call; nothing is changed."""
-        leaves = self.check_batch(batch)
-        self.check_model()
-        if self.captured.optimizer is not None:
-            self.check_options()
+        try:
+            leaves = self.check_batch(batch)
+        except BatchError as error:
+            change = Change("the batch", error.message.rstrip("."), expected=True)
+            raise StaleError(error.message, hint=error.hint, change=change) from error
+        changed = self.watcher.changed()
+        if changed is not None:
+            raise StaleError(f"{changed.what}.", hint="capture the step again.", change=changed)
+        self.check_tensors()
+        self.check_options()
+        self.drawn = self.draw()
         return leaves
 
     def inputs(self, leaves: list[Any]) -> list[Any]:
@@ -62,16 +84,18 @@ class Binding:
             elif kind == "batch":
                 found.append(leaves[place])
             elif kind == "state":
-                found.append(captured.optimizer.state[place.holder[place.key]][key])
+                owner, slot = place
+                found.append(owner.state[slot.holder[slot.key]][key])
             elif kind == "gradient":
                 found.append(place.holder[place.key].grad)
             elif kind == "constant":
                 found.append(place)
+            elif kind == "number":
+                found.append(captured.guards.numbers[place].get())
+            elif kind == "draw":
+                found.append(self.drawn[place])
             else:
-                option = captured.optimizer.param_groups[place]
-                for part in key:
-                    option = option[part]
-                found.append(float(option))
+                found.append(self.given((place, *key)))
         return found
 
     def take_gradients(self) -> None:
@@ -92,10 +116,11 @@ class Binding:
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key] = tensor
         if self.updates:
-            captured.optimizer._opt_called = True  # what schedulers look at
-        return captured.results.build(
-            [leaf[0] if isinstance(leaf, tuple) else outputs[leaf] for leaf in captured.result_leaves]
-        )
+            for optimizer in captured.optimizers:
+                private.mark_stepped(optimizer)
+        results, left = captured.results.build([_result(leaf, outputs) for leaf in captured.result_leaves])
+        repeat(captured.effects, left)
+        return results
 
     def check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
         """The leaves of the batch, if it looks like the example."""
@@ -137,14 +162,9 @@ class Binding:
                 )
         return leaves
 
-    def check_model(self) -> None:
-        """The model's modes, and which tensors train and have gradients, must be those of the capture."""
+    def check_tensors(self) -> None:
+        """Which tensors train and have gradients must be as at the capture."""
         captured = self.captured
-        if tuple(module.training for module in self.modules) != captured.training:
-            raise StaleError(
-                "the model is in another mode (train or eval) than when the step was captured.",
-                hint="call model.train() before the step, or capture it in this mode.",
-            )
         for name, slot in captured.slots.items():
             if slot.holder[slot.key].requires_grad != (name in captured.trains):
                 raise StaleError(f"{name!r} was frozen or unfrozen since the step was captured.", hint="capture again.")
@@ -157,26 +177,77 @@ class Binding:
                     hint="clear the gradients in the step, or capture again.",
                 )
 
+    def given(self, path: tuple[str | int, ...]) -> Any:
+        """A number that the caller gives, as it is now."""
+        if path[0] == "number":
+            return self.captured.guards.numbers[int(path[1])].get()
+        if path[0] == "draw":
+            return self.drawn[int(path[1])]
+        option: Any = self.captured.groups[int(path[0])]
+        for part in path[1:]:
+            option = option[part]
+        return option
+
     def check_options(self) -> None:
-        """Hyperparameters that are constants of the graph must not have changed."""
+        """Hyperparameters that are constants of the graph, and comparisons of those that are not, must be the same."""
         captured = self.captured
-        groups = captured.optimizer.param_groups
+        groups = captured.groups
         if len(groups) != len(captured.options):
             raise StaleError(f"the optimizer has {len(groups)} parameter groups, at capture {len(captured.options)}.")
         for number, (group, options) in enumerate(zip(groups, captured.options, strict=True)):
             for key, option in options.items():
-                if group[key] != option:
+                if group.get(key) != option:
                     raise StaleError(
-                        f"{key!r} of parameter group {number} is {group[key]!r}, at capture {option!r}.",
+                        f"{key!r} of parameter group {number} is {group.get(key)!r}, at capture {option!r}.",
                         hint="only lr, momentum, betas and weight_decay may change between steps; capture again.",
                     )
-        for guard in captured.guards:
-            option = groups[guard.path[0]]
-            for part in guard.path[1:]:
-                option = option[part]
-            if getattr(operator, guard.comparison)(option, guard.other) != guard.answer:
-                raise StaleError(
-                    f"{guard.path[1]!r} of parameter group {guard.path[0]} is {option!r}, which makes the optimizer "
-                    "take another path than at capture.",
-                    hint="capture again.",
-                )
+        for place in captured.guards.numbers:
+            if isinstance(place.get(), bool) or not isinstance(place.get(), (int, float)):
+                raise StaleError(f"{place.name} is no number any more.", hint="capture again.")
+        for comparison in captured.guards.comparisons:
+            if comparison.draws or self.holds(comparison):
+                continue
+            name = comparison.show([place.name for place in captured.guards.numbers])
+            raise StaleError(
+                f"{name} makes the step take another path than at capture.",
+                hint="capture again.",
+                change=Change(name, f"{name} is otherwise than at capture"),
+            )
+
+    def holds(self, comparison: Comparison) -> bool:
+        """Whether a comparison has the answer that it had at capture."""
+        one, other = (side.value(self.given, APPLY) for side in (comparison.expression, comparison.other))
+        return bool(getattr(operator, comparison.comparison)(one, other)) == comparison.answer
+
+    def draw(self) -> list[Any]:
+        """The numbers that the step draws from Python's and numpy's generators; put back where it is another's turn."""
+        guards = self.captured.guards
+        if not guards.draws:
+            return []
+        states = random.getstate(), numpy.random.get_state()
+        self.drawn = []
+        for draw in guards.draws:
+            home = random if draw.generator == "random" else numpy.random
+            value = getattr(home, draw.method)(*draw.args, **dict(draw.kwargs))
+            if draw.value is not MISSING and not same(draw.value, value):
+                break
+            self.drawn.append(float(value) if draw.value is MISSING else value)
+        else:
+            if all(map(self.holds, (one for one in guards.comparisons if one.draws))):
+                return self.drawn
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        where = ", ".join(dict.fromkeys(draw.source for draw in guards.draws))
+        expected = all(draw.value is MISSING for draw in guards.draws)  # few outcomes, by comparisons of floats
+        raise StaleError(
+            f"the numbers that are drawn at {where} make the step take another path.",
+            hint="capture again.",
+            change=Change(f"the draws at {where}", "they lead elsewhere", expected=expected),
+        )
+
+
+def _result(leaf: Any, outputs: Sequence[Any]) -> Any:
+    """What stands at a leaf of the results."""
+    if isinstance(leaf, tuple):
+        return leaf[0]
+    return int(outputs[leaf.output]) if isinstance(leaf, Integer) else outputs[leaf]

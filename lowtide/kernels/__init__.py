@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
 from lowtide.kernels.own import quicker
+from lowtide.private import bare_kernel, base_name, flop_registry, overload_name, schema
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
@@ -64,14 +64,14 @@ def kernel(target: str) -> Any:
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(operator, name)
-    return quicker(target) or overload(target)._op
+    return quicker(target) or bare_kernel(overload(target))
 
 
 def returns_one(target: str) -> bool:
     """Whether the call returns one thing rather than a tuple or a list."""
     if target.startswith("operator."):
         return True
-    returns = overload(target)._schema.returns
+    returns = schema(overload(target)).returns
     return len(returns) == 1 and str(returns[0].type) != "List[Tensor]"
 
 
@@ -83,18 +83,18 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
     if not target.startswith("aten."):
         return None
     functional = overload(target)
-    arguments = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    arguments = [(a.name, str(a.type)) for a in schema(functional).arguments]
     if itself:
-        packet = getattr(torch.ops.aten, functional._opname + "_", None)
-        variant = None if packet is None else getattr(packet, functional._overloadname, None)
-        if variant is None or [(a.name, str(a.type)) for a in variant._schema.arguments] != arguments:
+        packet = getattr(torch.ops.aten, base_name(functional) + "_", None)
+        variant = None if packet is None else getattr(packet, overload_name(functional), None)
+        if variant is None or [(a.name, str(a.type)) for a in schema(variant).arguments] != arguments:
             return None
         return variant, None
-    packet = getattr(torch.ops.aten, functional._opname)
+    packet = getattr(torch.ops.aten, base_name(functional))
     for name in packet.overloads():
         variant = getattr(packet, name)
-        outs = [a for a in variant._schema.arguments if a.is_out]
-        if len(outs) == 1 and [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out] == arguments:
+        outs = [a for a in schema(variant).arguments if a.is_out]
+        if len(outs) == 1 and [(a.name, str(a.type)) for a in schema(variant).arguments if not a.is_out] == arguments:
             return variant, outs[0].name
     return None
 

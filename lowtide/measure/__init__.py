@@ -135,7 +135,7 @@ def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
+    command = [sys.executable, "-P", "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     return subprocess.Popen(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
+from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
@@ -21,6 +22,7 @@ __all__ = [
     "METHODS",
     "TIME_LIMIT",
     "as_eager",
+    "carry",
     "curve",
     "keep_everything",
     "least",

@@ -26,10 +26,8 @@ measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.meas
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = lowtide.allocator.build.load  # the allocator stays where it is built
-    compiled()
-    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.getbasetemp() / "costs"))
+def _own_cache(stocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(stocked))
 
 
 def metered(function: Any, example: tuple[Any, ...]) -> int:

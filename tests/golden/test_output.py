@@ -26,9 +26,9 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "profile", "plan", "curve", "train", "models"),
+        *("", "profile", "plan", "curve", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
-        *("bench fit", "bench limited", "bench steady", "bench classics", "data", "data install"),
+        *("bench fit", "bench limited", "bench steady", "bench classics", "bench trust", "data", "data install"),
     ],
 )
 def test_help(golden: Golden, command: str) -> None:

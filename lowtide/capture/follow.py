@@ -1,0 +1,171 @@
+"""Follows the Python code of a step while it is traced: which names its lines load, before they do.
+
+User code is all that is neither torch's, numpy's, the standard library's nor our own; its lines are followed one by
+one. Of all other code it is only noted which attributes it may ask for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from lowtide.capture import lines
+from lowtide.capture.impure import refuse_impure
+from lowtide.capture.lines import Load, Use
+from lowtide.capture.world import World, library
+from lowtide.guards import MISSING
+
+_TORCH, _NUMPY = (os.path.dirname(module.__file__ or "") + os.sep for module in (torch, numpy))
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN_USERS = tuple(os.path.join(_OURS, room) + os.sep for room in ("models", "bench"))
+_STANDARD = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
+_SITE = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
+_NOT_FILES = ("<frozen", "<lowtide", "<__array_function__", "<attrs", "<eval_with_key>")
+EVERYTHING = frozenset(("__dict__", "vars", "asdict", "astuple", "deepcopy", "__getstate__", "dir"))  # asks for all
+
+
+@cache
+def is_user_file(filename: str) -> bool:
+    """Whether the code of this file is the user's."""
+    if filename.startswith("<"):
+        return not filename.startswith(_NOT_FILES)
+    if filename.startswith((_TORCH, _NUMPY)):
+        return False
+    if filename.startswith(_OURS):
+        return filename.startswith(_OWN_USERS)
+    return filename.startswith(_SITE) or not filename.startswith(_STANDARD)
+
+
+@dataclass
+class Global:
+    """A global name that lines of the step loaded."""
+
+    home: dict[str, Any]
+    name: str
+    value: Any  # before the step changed it; MISSING: it is a builtin, or nothing
+    source: str  # "train.py:42"
+    uses: set[Use] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)  # that were taken of it at once, as of a module
+
+
+class Follower:
+    """What the lines of one step loaded and stored."""
+
+    def __init__(self, world: World, stand_in: Callable[[Any], Any]) -> None:
+        self.world = world
+        self.stand_in = stand_in  # for a function that must not be called while the step is traced; None for others
+        self.globals: dict[tuple[int, str], Global] = {}
+        self.attributes: dict[str, set[Use]] = {}  # attributes that lines of the user loaded
+        self.cells: dict[str, set[Use]] = {}
+        self.asked: set[str] = set()  # attributes that any code may have loaded
+        self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
+        self.codes: set[CodeType] = set()
+        self.replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._lines: set[tuple[CodeType, int]] = set()
+
+    @property
+    def everything(self) -> bool:
+        """Whether user code asks for all attributes of objects at once."""
+        return not EVERYTHING.isdisjoint(self.attributes) or any(name in EVERYTHING for _, name in self.globals)
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """A context in which the code that runs in this thread is followed."""
+        before, getattr_before = sys.gettrace(), builtins.getattr
+
+        def noted(thing: Any, name: str, *default: Any) -> Any:
+            self.asked.add(name)
+            return getattr_before(thing, name, *default)
+
+        builtins.getattr = noted
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            builtins.getattr = getattr_before
+            for home, name, value in self.replaced:
+                if value is MISSING:
+                    del home[name]
+                else:
+                    home[name] = value
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            self.codes.add(code)
+            return self._line
+        if code not in self.codes:
+            self.codes.add(code)
+            if not code.co_filename.startswith(_OURS):
+                self.asked |= lines.attributes(code)
+        return None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and (frame.f_code, frame.f_lineno) not in self._lines:
+            self._lines.add((frame.f_code, frame.f_lineno))
+            found = lines.lines(frame.f_code).get(frame.f_lineno)
+            if found is not None:
+                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                for load in found.loads:
+                    self._load(frame, load, source)
+                for store in found.stores:
+                    self.stores.setdefault((store.kind, store.name), source)
+        return self._line
+
+    def _load(self, frame: FrameType, load: Load, source: str) -> None:
+        if load.kind == "attribute":
+            self.attributes.setdefault(load.name, set()).add(load.use)
+            self.asked.add(load.name)
+        elif load.kind == "cell":
+            self.cells.setdefault(load.name, set()).add(load.use)
+            value = frame.f_locals.get(load.name, MISSING)
+            if value is not MISSING:
+                self.world.see(value, load.name)
+        else:
+            self._global(frame, load, source)
+
+    def _global(self, frame: FrameType, load: Load, source: str) -> None:
+        home = frame.f_globals
+        key = (id(home), load.name)
+        found = self.globals.get(key)
+        if found is None:
+            value = home.get(load.name, MISSING)
+            found = self.globals[key] = Global(home, load.name, value, source)
+            other = _is_instance if value is MISSING and load.name == "isinstance" else self.stand_in(value)
+            if other is not None:
+                self.replaced.append((home, load.name, value))
+                home[load.name] = other
+            elif value is not MISSING and not _of_library(value):
+                self.world.see(value, f"{load.name} ({os.path.basename(frame.f_code.co_filename)})")
+        found.uses.add(load.use)
+        found.attributes.update(load.then[:1])
+        value = found.value if found.value is not MISSING else getattr(builtins, load.name, None)
+        for attribute in load.then if isinstance(value, ModuleType) else ():
+            value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
+        refuse_impure(value, source)
+
+
+def _of_library(value: Any) -> bool:
+    """Whether an object is a part of a library, which users do not change."""
+    if isinstance(value, ModuleType):
+        return library(value.__name__)
+    return callable(value) and library(getattr(value, "__module__", None) or "")
+
+
+def _is_instance(thing: Any, kind: Any) -> bool:
+    """`isinstance` as user code means it: a number that is an input of the program is a number."""
+    if type(thing) is torch.SymFloat:
+        return isinstance(0 if thing.node.integer else 0.0, kind)
+    return isinstance(thing, kind)

@@ -1,0 +1,374 @@
+"""One tracing of one step: stand-ins in, a captured step out, and everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import private, tree
+from lowtide.capture import optimizer as optimizers
+from lowtide.capture.assume import Assumptions, refuse_generators
+from lowtide.capture.deeds import Deeds
+from lowtide.capture.dice import Dice
+from lowtide.capture.follow import Follower
+from lowtide.capture.origin import Origins, line_of_error
+from lowtide.capture.recorder import Recorder
+from lowtide.capture.stand_in import fake_like, stand_ins
+from lowtide.capture.world import World
+from lowtide.captured import Captured, Integer, Slot, TensorSpec, optimizers_of
+from lowtide.errors import CaptureError
+from lowtide.graph import Graph, Input, Kind, Output
+from lowtide.guards import Guards, Place
+from lowtide.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from lowtide.watch import surroundings
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one tracing found."""
+
+    captured: Captured
+    left: Mapping[str, bool]  # for each parameter whether it has a gradient afterwards
+    counted: tuple[Place, ...]  # numbers that the step reads and changes: they are others at the next step
+
+
+def _slots(model: torch.nn.Module, optimizers: tuple[Any, ...]) -> dict[str, Slot]:
+    """Where each parameter and buffer lives; tied ones under their first name."""
+    found: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for registry in private.registries(module)[:2]:
+            for key, tensor in registry.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{prefix}.{key}" if prefix else key] = Slot(registry, key)
+    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
+        for place, tensor in enumerate(group["params"]):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[f"optimizer.{number}.{place}"] = Slot(group["params"], place)
+    return found
+
+
+def _one_device(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The device of all these tensors, or the error that they have several."""
+    homes: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        homes.setdefault(str(tensor.device), name)
+    if len(homes) > 1:
+        listing = ", ".join(f"{name!r} on {device}" for device, name in homes.items())
+        raise CaptureError(
+            f"the step uses {len(homes)} devices: {listing}.", hint="move model and batch to one device."
+        )
+    return next(iter(homes), "cpu")
+
+
+def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that are not plain, dense and free of hooks."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, FakeTensor) or private.is_traceable_wrapper_subclass(tensor):
+            kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
+            raise CaptureError(
+                f"{name!r} is a {kind}, a tensor subclass that stands for other tensors.",
+                hint="lowtide plans plain tensors; convert it to torch.Tensor first.",
+            )
+        if tensor.layout is not torch.strided:
+            raise CaptureError(f"{name!r} has layout {tensor.layout}.", hint="lowtide plans dense tensors only.")
+        if tensor.grad_fn is not None:
+            raise CaptureError(
+                f"{name!r}, of shape {tuple(tensor.shape)}, has a history (grad_fn): it belongs to an earlier step.",
+                hint="detach it before you pass it to the step.",
+            )
+        if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
+            raise CaptureError(
+                f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
+                hint="remove the hook and do its work in the step, after backward().",
+            )
+
+
+class Trace:
+    """One tracing of one step.
+
+    `numbers` are Python numbers of the caller that become inputs; `phantoms` are parameters that are given a gradient
+    which they do not have.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: torch.nn.Module,
+        optimizer: Any,
+        example: tuple[Any, ...],
+        *,
+        numbers: Sequence[Place] = (),
+        phantoms: set[str] = frozenset(),  # type: ignore[assignment]
+    ) -> None:
+        self.step, self.model, self.optimizer, self.numbers = step, model, optimizer, tuple(numbers)
+        self.optimizers = optimizers_of(optimizer)
+        self.slots = _slots(model, self.optimizers)
+        self.tensors: dict[str, torch.Tensor] = {name: slot.holder[slot.key] for name, slot in self.slots.items()}
+        self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self.leaves, self.batch_tree = tree.flatten(example)
+        batch = {
+            "batch " + ".".join(map(str, path)): leaf
+            for path, leaf in zip(self.batch_tree.paths(), self.leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        }
+        _refuse_odd({**self.tensors, **batch})
+        self.device = _one_device({**self.tensors, **batch})
+        self.parameters = [name for name, tensor in self.tensors.items() if isinstance(tensor, torch.nn.Parameter)]
+        self.gradients: dict[str, torch.Tensor] = {}  # those that are there before the step
+        for name in self.parameters:
+            gradient = self.tensors[name].grad
+            if gradient is not None or name in phantoms:
+                self.gradients[name] = self.tensors[name] if gradient is None else gradient
+        self.notes = tuple(note for one in self.optimizers for note in optimizers.plain_loop_note(one))
+        self.options = tuple(options for one in self.optimizers for options in optimizers.constant_options(one))
+        self.around = surroundings()
+        self.fake_mode = private.fake_mode()
+        self.origins = Origins(model, self.optimizers)
+        self.recorder = Recorder(self.fake_mode, self.origins, self.device)
+        self.world = World()
+        self.dice = Dice(self.recorder)
+        self.follower = Follower(self.world, self.dice.stand_in)
+        self.deeds = Deeds(self.world, self.follower)
+
+    def run(self) -> Traced:
+        """The captured step, with everything put back."""
+        generator, grad_mode = torch.get_rng_state(), torch.is_grad_enabled()
+        try:
+            with contextlib.ExitStack() as stack:
+                numbers = stack.enter_context(self._symbolic())
+                self.world.see(self.step, "the step")
+                self.world.see(self.model, "model")
+                self.world.see(self.optimizers, "optimizer")
+                stack.callback(self.world.undo)
+                stack.enter_context(stand_ins(list(self.tensors.values()), self.fake_mode))
+                stack.callback(self.recorder.forget)
+                return self._trace(stack, numbers)
+        except CaptureError:
+            raise
+        except DataDependentOutputException as error:
+            raise _depends_on_data(error, f"{error.func} looks at the contents of a tensor") from None
+        except DynamicOutputShapeException as error:
+            raise _depends_on_data(error, f"the size of the result of {error.func} depends on the data") from None
+        except Exception as error:
+            where = line_of_error(error)
+            raise CaptureError(
+                f"{where or 'the step'}: the step failed while it was traced: {type(error).__name__}: {error}",
+                hint="does it run in eager PyTorch? What leaves torch (numpy, .tolist()) can't be captured.",
+            ) from error
+        finally:
+            torch.set_rng_state(generator)
+            torch.set_grad_enabled(grad_mode)
+
+    @contextlib.contextmanager
+    def _symbolic(self) -> Iterator[list[Input]]:
+        """Numbers of the caller as inputs, in their places while the step is traced."""
+        inputs: list[Input] = []
+        before = [place.get() for place in self.numbers]
+        try:
+            for number, (place, hint) in enumerate(zip(self.numbers, before, strict=True)):
+                value, scalar = self.recorder.add_scalar_input(place.name, hint, ("number", number))
+                inputs.append(Input(value, ("number", number)))
+                place.set(scalar)
+            yield inputs
+        finally:
+            for place, hint in zip(self.numbers, before, strict=True):
+                place.set(hint)
+
+    def _trace(self, stack: contextlib.ExitStack, numbers: list[Input]) -> Traced:
+        """Run the step on stand-ins, and write down what it did before they go."""
+        inputs = []
+        for name, tensor in self.tensors.items():
+            kind: Kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            inputs.append(Input(self.recorder.add_input(tensor, name, kind), (name,)))
+        for name, gradient in self.gradients.items():
+            fake = fake_like(gradient.detach(), self.fake_mode)
+            self.tensors[name].grad = fake
+            inputs.append(Input(self.recorder.add_input(fake, f"{name} gradient", "gradient"), (name, "grad")))
+        missing: list[tuple[torch.Tensor, str]] = []
+        groups = 0
+        for optimizer in self.optimizers:
+            as_inputs = optimizers.as_inputs(optimizer, self.names, self.recorder, self.fake_mode, groups)
+            states, hypers, lacking = stack.enter_context(as_inputs)
+            inputs += states
+            numbers += hypers
+            missing += lacking
+            groups += len(optimizer.param_groups)
+        fakes = [fake_like(leaf, self.fake_mode) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
+            if isinstance(fake, FakeTensor):
+                name = "batch " + ".".join(map(str, path))
+                inputs.append(Input(self.recorder.add_input(fake, name, "batch"), path))
+        batch, batch_world = self.batch_tree.build(fakes), World()
+        batch_world.see(batch, "the batch")
+        with contextlib.ExitStack() as followed:
+            followed.enter_context(optimizers.followed(self.optimizers, self._mark_gradients))
+            followed.enter_context(self.origins.followed())
+            followed.enter_context(self.recorder.draws.followed())
+            followed.enter_context(self.dice.followed())
+            followed.enter_context(self.fake_mode)
+            followed.enter_context(self.recorder)
+            followed.enter_context(self.deeds.followed())
+            followed.enter_context(self.follower.followed())
+            results = self.step(self.model, self.optimizer, *batch)
+        self.recorder.draws.end()
+        left = {name: self.tensors[name].grad for name in self.parameters}
+        self._mark_gradients()
+        rebound = self._rebound()
+        refuse_generators(self.world)
+        for effect, _ in batch_world.effects():
+            raise CaptureError(
+                f"the step changes its batch: {effect.place.name}.",
+                hint="copy the batch's lists and dicts in the step before you change them: batch = dict(batch).",
+            )
+        assumptions = Assumptions(self.world, self.follower).of(self.step, self.model, self.optimizers)
+        found = self.deeds.done({id(slot.holder) for slot in self.slots.values()}, assumptions)
+        guards = dataclasses.replace(
+            assumptions,
+            around=self.around,
+            comparisons=tuple(dict.fromkeys(self.recorder.comparisons)),
+            numbers=self.numbers,
+            draws=tuple(self.dice.draws),
+        )
+        inputs += numbers + self.dice.inputs
+        captured = self._assemble(inputs, (results, found.values), left, rebound, missing)
+        captured = dataclasses.replace(captured, guards=guards, effects=found.effects)
+        for name in self.parameters:
+            self.tensors[name].grad = None
+        return Traced(captured, {name: gradient is not None for name, gradient in left.items()}, found.counted)
+
+    def _rebound(self) -> dict[str, torch.Tensor]:
+        """The buffers in whose place the step put another tensor."""
+        found: dict[str, torch.Tensor] = {}
+        for name, slot in self.slots.items():
+            now = slot.holder[slot.key] if isinstance(slot.key, int) else slot.holder.get(slot.key)
+            if now is self.tensors[name]:
+                continue
+            if name in self.parameters or not isinstance(now, torch.Tensor):
+                raise CaptureError(
+                    f"the step puts something else in the place of {name!r}.",
+                    hint="write to it in place: parameter.copy_(...) instead of module.parameter = ...",
+                )
+            found[name] = now
+        return found
+
+    def _mark_gradients(self, *_: Any) -> None:
+        for name in self.parameters:
+            gradient = self.tensors[name].grad
+            if gradient is not None:
+                self.recorder.books.mark_gradient(gradient)
+
+    def _assemble(
+        self,
+        inputs: list[Input],
+        results: Any,
+        left: Mapping[str, torch.Tensor | None],
+        rebound: Mapping[str, torch.Tensor],
+        missing: list[tuple[torch.Tensor, str]],
+    ) -> Captured:
+        """The graph and its bindings, from what the recorder saw."""
+        recorder = self.recorder
+        result_leaves, result_tree = tree.flatten(results)
+        outputs: list[Output] = []
+        bound: list[Any] = []
+        for path, leaf in zip(result_tree.paths(), result_leaves, strict=True):
+            if isinstance(leaf, (torch.Tensor, torch.SymFloat)):
+                read = recorder.read_any(leaf)
+                integer = isinstance(leaf, torch.SymFloat) and leaf.node.integer
+                bound.append(Integer(len(outputs)) if integer else len(outputs))
+                outputs.append(Output(read.value, "result", path, read.view))
+            else:
+                bound.append((leaf,))
+        left_on: dict[str, int] = {}  # parameter -> storage of the gradient that it is left with
+        lasting = {recorder.books.values[item.value].storage for item in inputs}
+        for name, gradient in left.items():
+            if gradient is not None:
+                read = recorder.books.read(gradient)
+                left_on[name] = recorder.books.values[read.value].storage
+                if left_on[name] not in lasting:
+                    outputs.append(Output(read.value, "gradient", (name,), read.view))
+        for name, tensor in rebound.items():
+            read = recorder.read_any(tensor)
+            outputs.append(Output(read.value, "buffer", (name,), read.view))
+        ops = tuple(recorder.ops)
+        values, views = recorder.books.finish()
+        inputs = inputs + [Input(value, (place,)) for place, value in enumerate(recorder.constant_values)]
+        read_by_ops = {value for op in ops for value in op.reads} | {output.value for output in outputs}
+        optional = ("gradient", "state", "scalar")
+        inputs = [item for item in inputs if item.value in read_by_ops or values[item.value].kind not in optional]
+        latest = {values[new].storage: new for op in ops for new, _ in op.updates}
+        bound_inputs = []
+        for item in inputs:
+            storage = values[item.value].storage
+            stays = values[item.value].kind != "gradient" or left_on.get(str(item.path[0])) == storage
+            bound_inputs.append(dataclasses.replace(item, stays=stays))
+            if stays and storage in latest:
+                outputs.append(Output(latest[storage], "input", item.path))
+        read_gradients = {str(item.path[0]) for item in inputs if values[item.value].kind == "gradient"}
+        used_state = {item.path for item in inputs if values[item.value].kind == "state"}
+        needed = [(parameter, key) for parameter, key in missing if (self.names[id(parameter)], key) in used_state]
+        trained = [name for name in self.parameters if self.tensors[name].requires_grad]
+        owners = {
+            self.names[id(parameter)]: optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return Captured(
+            graph=Graph(
+                ops=ops,
+                values=values,
+                inputs=tuple(bound_inputs),
+                outputs=tuple(outputs),
+                views=views,
+                device=self.device,
+                generator_bytes=int(torch.get_rng_state().nbytes),
+                notes=self.notes,
+            ),
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            batch=self.batch_tree,
+            batch_leaves=tuple(_spec(leaf) for leaf in self.leaves),
+            results=result_tree,
+            result_leaves=tuple(bound),
+            effects=(),
+            slots=self.slots,
+            owners=owners,
+            constants=tuple(recorder.constants),
+            options=self.options,
+            guards=Guards(),
+            gradients={
+                name: name in self.gradients for name in trained if name in read_gradients or name not in self.gradients
+            },
+            trained=tuple(trained),
+            trains=frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad),
+            prepare=(lambda: optimizers.make_state(self.optimizers, needed)) if needed else (lambda: None),
+        )
+
+
+def _depends_on_data(error: BaseException, what: str) -> CaptureError:
+    return CaptureError(
+        f"{line_of_error(error) or 'the step'}: {what}, so its ops are not the same at every step.",
+        hint="compute it with tensor ops of fixed size (torch.where, masks), or move it out of the step.",
+    )
+
+
+def _spec(leaf: Any) -> Any:
+    """What a leaf of the batch must look like at every call."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorSpec(
+        tuple(leaf.shape),
+        str(leaf.dtype).removeprefix("torch."),
+        str(leaf.device),
+        tuple(leaf.stride()),
+        leaf.requires_grad,
+    )

@@ -1,0 +1,309 @@
+"""The Python objects around a step: what they contained before it was traced, what it read and what it changed.
+
+Every object that the step's code can reach from what it names is looked at before that code runs; afterwards a
+difference is an effect of the step, and is undone. What the step assumes are the entries that its lines loaded.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy
+import torch
+
+from lowtide.guards import MISSING, Effect, Place
+
+MANY = 1000  # items of a container that are looked into
+MOST = 30_000  # objects that are looked at from one name
+ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, range, slice)
+STRUCTURES = ("types", "argparse", "collections", "dataclasses", "configparser")  # of the standard library: plain data
+LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
+REGISTRIES = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def library(name: str) -> bool:
+    """Whether a module of this name is torch's, numpy's, the standard library's or our own, and not the user's."""
+    root = name.partition(".")[0]
+    ours = root == "lowtide" and not name.startswith(("lowtide.models", "lowtide.bench"))
+    return root in LIBRARIES or ours
+
+
+@dataclass
+class Held:
+    """One object that can change, and what was in it before the step."""
+
+    holder: Any
+    before: Any  # a copy
+    name: str
+    attributes: bool = False  # of an object: only those that the step asks for matter
+
+
+class World:
+    """What was looked at, from the objects that a step was given and from the names that its code loaded."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Held] = {}
+        self.seen: dict[int, Any] = {}  # every object that was looked at, kept alive so that its identity stays its own
+        self.opaque: dict[int, str] = {}
+        self.generators: list[tuple[Any, Any, str]] = []  # of random numbers: their state before the step, and name
+
+    def see(self, value: Any, name: str) -> None:
+        """Note what this object and all that is reachable from it contain now."""
+        waiting, count = collections.deque(((value, name),)), 0
+        while waiting:
+            value, name = waiting.popleft()
+            if isinstance(value, ATOMS) or id(value) in self.seen:
+                continue
+            count += 1
+            if count > MOST:
+                self.opaque[id(value)] = name
+                continue
+            self.seen[id(value)] = value
+            waiting.extend(self._inside(value, name))
+
+    def _inside(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
+        """What is in an object, after it was written down."""
+        match value:
+            case torch.Tensor() | ModuleType() | BuiltinFunctionType():
+                return
+            case random.Random() | numpy.random.Generator() | numpy.random.RandomState():
+                self.generators.append((value, generator_state(value), name))
+            case torch.nn.Module():
+                yield from self._object(value, value.__dict__, name)
+            case torch.optim.Optimizer():
+                yield from self._object(value, value.__dict__, name, without=("param_groups", "state", "defaults"))
+            case dict():
+                yield from self._hold(
+                    value, dict(value), name, ((item, f"{name}[{key!r}]") for key, item in value.items())
+                )
+            case list() | collections.deque():
+                yield from self._hold(value, list(value), name, _numbered(value, name))
+            case set() | bytearray():
+                yield from self._hold(value, value.copy(), name, ())
+            case tuple() | frozenset():
+                yield from _numbered(value, name)
+            case numpy.ndarray():
+                if value.size <= MANY:
+                    self.held[id(value)] = Held(value, value.copy(), name)
+                else:
+                    self.opaque[id(value)] = name
+            case FunctionType():
+                yield from self._function(value, name)
+            case MethodType():
+                yield value.__self__, f"{name}.__self__"
+                yield value.__func__, name
+            case functools.partial():
+                yield value.func, f"{name}.func"
+                yield value.args, f"{name}.args"
+                yield value.keywords, f"{name}.keywords"
+            case staticmethod() | classmethod():
+                yield value.__func__, name
+            case property():
+                yield value.fget, name
+            case type():
+                if not library(value.__module__):
+                    self.held[id(value)] = Held(value, own_names(value), value.__name__, attributes=True)
+                    yield from ((item, f"{value.__name__}.{key}") for key, item in own_names(value).items())
+                    yield from ((base, base.__name__) for base in value.__mro__[1:])
+            case _:
+                yield from self._other(value, name)
+
+    def _hold(
+        self, holder: Any, before: Any, name: str, inside: Iterable[tuple[Any, str]]
+    ) -> Iterator[tuple[Any, str]]:
+        self.held[id(holder)] = Held(holder, before, name)
+        if len(before) > MANY:
+            self.opaque[id(holder)] = name
+        else:
+            yield from inside
+
+    def _object(
+        self, value: Any, attributes: dict[str, Any], name: str, *, without: tuple[str, ...] = ()
+    ) -> Iterator[tuple[Any, str]]:
+        """An object by its attributes, and its class."""
+        self.held[id(attributes)] = Held(attributes, dict(attributes), name, attributes=True)
+        self.seen[id(attributes)] = attributes
+        for key, item in attributes.items():
+            if key not in without:
+                yield item, f"{name}.{key}"
+        if isinstance(value, torch.nn.Module):
+            yield from ((child, f"{name}.{key}") for key, child in value.named_children())
+        if value is not None:
+            yield type(value), type(value).__name__
+
+    def _function(self, function: FunctionType, name: str) -> Iterator[tuple[Any, str]]:
+        if library(function.__module__ or ""):
+            return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.seen[id(cell)] = cell
+            content = _content(cell)
+            self.held[id(cell)] = Held(cell, content, f"{key} (closure of {function.__qualname__})")
+            if content is not MISSING:
+                yield content, key
+        yield function.__defaults__, f"{name}.__defaults__"
+        yield function.__kwdefaults__, f"{name}.__kwdefaults__"
+        if function.__dict__:
+            yield function.__dict__, f"{name}.__dict__"
+
+    def _other(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
+        kind = type(value)
+        plain = not library(kind.__module__) or kind.__module__.partition(".")[0] in (*STRUCTURES, "torch")
+        attributes = getattr(value, "__dict__", None) if plain else None
+        slots = _slots(kind) if plain else ()
+        if not isinstance(attributes, dict) and not slots:
+            self.opaque[id(value)] = name
+            return
+        if slots:
+            held = {key: getattr(value, key, MISSING) for key in slots}
+            self.held[id(value)] = Held(value, held, name, attributes=True)
+            yield from ((item, f"{name}.{key}") for key, item in held.items())
+        if isinstance(attributes, dict):
+            yield from self._object(value, attributes, name)
+
+    # What the step did
+
+    def effects(self) -> list[tuple[Effect, Any]]:
+        """What is not as it was, and what is there now."""
+        found: list[tuple[Effect, Any]] = []
+        for held in self.held.values():
+            found += _differences(held)
+        return found
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for held in self.held.values():
+            if any(_differences(held)):
+                _restore(held)
+
+
+def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
+    """The effects on one object."""
+    holder, before, name = held.holder, held.before, held.name
+
+    def dot(key: Any) -> str:
+        return f"{name}.{key}" if held.attributes else f"{name}[{key!r}]"
+
+    match holder:
+        case dict() | type():
+            now = own_names(holder) if isinstance(holder, type) else holder
+            for key, item in now.items():
+                if before.get(key, MISSING) is not item:
+                    yield Effect("put", Place(holder, key, dot(key))), item
+            for key in before:
+                if key not in now:
+                    yield Effect("delete", Place(holder, key, dot(key))), None
+        case list() | collections.deque():
+            items = list(holder)
+            alike = sum(1 for one, other in zip(before, items, strict=False) if one is other)
+            if alike == len(before) < len(items):
+                yield Effect("append", Place(holder, None, name)), items[len(before) :]
+            elif not alike == len(before) == len(items):
+                yield Effect("replace", Place(holder, None, name)), items
+        case set() | bytearray():
+            if holder != before:
+                yield Effect("replace", Place(holder, None, name)), holder.copy()
+        case numpy.ndarray():
+            if not same_array(holder, before):
+                yield Effect("replace", Place(holder, None, name)), holder.copy()
+        case CellType():
+            now = _content(holder)
+            if now is not before:
+                yield Effect("put", Place(holder, None, name)), now
+        case _:
+            for key, item in before.items():
+                now = getattr(holder, key, MISSING)
+                if now is not item:
+                    yield Effect("put", Place(holder, key, dot(key))), now
+
+
+def _restore(held: Held) -> None:
+    holder, before = held.holder, held.before
+    match holder:
+        case dict():
+            holder.clear()
+            holder.update(before)
+        case list() | bytearray():
+            holder[:] = before
+        case collections.deque() | set():
+            holder.clear()
+            holder.extend(before) if isinstance(holder, collections.deque) else holder.update(before)
+        case numpy.ndarray():
+            holder[...] = before
+        case CellType():
+            if before is MISSING:
+                del holder.cell_contents
+            else:
+                holder.cell_contents = before
+        case _:
+            added = set(own_names(holder)) - set(before) if isinstance(holder, type) else ()
+            for key, item in (*before.items(), *((key, MISSING) for key in added)):
+                if item is not MISSING:
+                    setattr(holder, key, item)
+                elif hasattr(holder, key):
+                    delattr(holder, key)
+
+
+def same_array(one: Any, other: Any) -> bool:
+    """Whether two arrays have the same bytes."""
+    return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of random numbers, of Python's or of numpy's, to compare."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    legacy = isinstance(generator, numpy.random.RandomState)
+    return repr(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
+
+
+def own_names(kind: type) -> dict[str, Any]:
+    """What a class itself defines, but for what Python and abstract classes keep there."""
+    return {
+        key: item for key, item in kind.__dict__.items() if not key.startswith(("__", "_abc_")) or key == "__call__"
+    }
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _numbered(items: Iterable[Any], name: str) -> Iterator[tuple[Any, str]]:
+    return ((item, f"{name}[{number}]") for number, item in enumerate(items))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        own = base.__dict__.get("__slots__", ())
+        found += [own] if isinstance(own, str) else list(own)
+    return tuple(key for key in found if key not in ("__dict__", "__weakref__"))

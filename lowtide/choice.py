@@ -1,0 +1,111 @@
+"""Which graph is planned for a captured step, and by which plan: the exact one, or one with layers cut in time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lowtide.costs import Costs
+from lowtide.errors import BudgetError, FileError, UsageError
+from lowtide.graph import Graph
+from lowtide.lossy import RECURRENT, cut, longest
+from lowtide.plan import as_eager, with_narrow
+from lowtide.plan.infeasible import floor
+from lowtide.plan.problem import problem
+from lowtide.program import Plan
+from lowtide.simulate import simulate
+
+SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and what it is a plan of."""
+
+    graph: Graph  # with its optional ops
+    costs: Costs
+    plan: Plan
+    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+    eager_peak: int  # bytes, predicted; eager's layers are whole
+
+
+def candidates(graph: Graph, *, rounding: bool) -> Iterator[tuple[int, Graph]]:
+    """The graphs that may be planned for a captured one, the exact one first, with the chunks of recurrent layers."""
+    yield 1, with_narrow(graph)
+    chunks, moments = 2, longest(graph) if rounding else 0
+    while moments >= SHORTEST * chunks:
+        yield chunks, with_narrow(cut(graph, chunks))
+        chunks *= 2
+
+
+def choose(
+    graph: Graph,
+    price: Callable[[Graph], Costs],
+    search: Callable[[Graph, Costs, int], Plan],
+    *,
+    rounding: bool,
+) -> Choice:
+    """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
+
+    `search` plans a graph with its costs, given eager's peak in bytes.
+    """
+    best: Choice | None = None
+    failure: BudgetError | None = None
+    eager_peak = 0
+    for chunks, candidate in candidates(graph, rounding=rounding):
+        costs = price(candidate)
+        if chunks == 1:
+            eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
+        if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
+            continue  # slower, even if nothing runs twice
+        try:
+            found = search(candidate, costs, eager_peak)
+        except BudgetError as error:
+            if not rounding:
+                if not _helps(graph, candidate, costs):
+                    raise
+                more = "with rounding=True (--rounding) recurrent layers are cut in time, which needs less"
+                raise BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least) from error
+            failure = min(failure or error, error, key=lambda one: float("inf") if one.least is None else one.least)
+            continue
+        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
+        if found.seconds < limit:
+            best = Choice(candidate, costs, found, chunks, eager_peak)
+        if chunks == 1 and found.seconds <= found.base_seconds:
+            break  # nothing runs twice, and every bit is eager's
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:
+    """Whether a recurrent layer that can be cut is what needs most."""
+    _, op = floor(problem(graph, costs))
+    return op >= 0 and graph.ops[op].target in RECURRENT and longest(captured) >= 2 * SHORTEST
+
+
+def given(
+    plan: Plan | str | os.PathLike[str], graph: Graph, price: Callable[[Graph], Costs], *, rounding: bool
+) -> Choice:
+    """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
+    failure: FileError | None = None
+    for chunks, candidate in candidates(graph, rounding=rounding):
+        if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
+            continue
+        try:
+            found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
+        except FileError as error:
+            failure = failure or error
+            continue
+        costs = price(candidate)
+        whole = candidate if chunks == 1 else with_narrow(graph)
+        eager_peak = simulate(whole, costs if chunks == 1 else price(whole), as_eager(whole)).peak
+        return Choice(candidate, costs, found, chunks, eager_peak)
+    if failure is None:
+        raise UsageError("the plan is one of another step.", hint="plan this step.")
+    if rounding or not longest(graph):
+        raise failure
+    raise FileError(failure.message, hint=f"{failure.hint} A plan with rounding needs it here too.") from failure
