@@ -140,6 +140,17 @@ def schema(overload: Any) -> Any:
     return overload._schema
 
 
+def dispatched(found: Any) -> bool:
+    """Whether this is an overload of an op that the dispatcher knows; torch.ops has more, such as `aten.warn`."""
+    if not isinstance(found, torch._ops.OpOverload):
+        return False
+    try:
+        torch._C._dispatch_find_schema_or_throw(found._schema.name, found._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def base_name(overload: Any) -> str:
     """The name of an op without namespace and overload: `mm`."""
     name: str = overload._opname
@@ -239,6 +250,7 @@ PARTS = (
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
     (torch.nn.Module(), ("_parameters", "_buffers", "_modules")),
     (torch.optim.Adam, ("_init_group",)),
     (TorchDispatchMode, ("_should_skip_dynamo",)),

@@ -62,7 +62,7 @@ class Checkpoint:
             for name, buffer in self.buffers.items():
                 module, _, key = name.rpartition(".")
                 owner = model.get_submodule(module)
-                if key not in owner._buffers:
+                if key not in dict(owner.named_buffers(recurse=False)):
                     raise KeyError(f"{name} is no buffer")
                 setattr(owner, key, buffer.clone())
             for name, gradient in self.gradients.items():

@@ -179,6 +179,14 @@ def test_ops_say_where_they_have_kernels() -> None:
     assert private.has_kernel("aten::ones_like", "CompositeExplicitAutograd")
 
 
+@canary("dispatched", does="tells ops from what else torch.ops has")
+def test_dispatched() -> None:
+    assert private.dispatched(aten.mm.default)
+    assert not private.dispatched(aten.mm)
+    assert not private.dispatched(aten.warn.default)
+    assert not private.dispatched(None)
+
+
 @canary("schema", "base_name", "overload_name", "bare_kernel", does="names ops, and knows what they take and write to")
 def test_an_op_knows_its_name_and_its_arguments() -> None:
     op = aten.add_.Tensor
