@@ -285,6 +285,7 @@ PARTS = (
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
     (torch.nn.Module(), ("_parameters", "_buffers", "_modules", "_compiled_call_impl")),
     (torch.optim.Adam, ("_init_group",)),
     (TorchDispatchMode, ("_should_skip_dynamo",)),
