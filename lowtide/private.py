@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizer_module
 
 from lowtide.errors import VersionError
 
-FIRST, BEYOND = (2, 13), (2, 14)  # torch from the first minor version on, and below the second
+FIRST, BEYOND = (2, 12), (2, 16)  # torch from the first minor version on, and below the second
 
 
 def _refusal(what: str, version: str = torch.__version__) -> VersionError:

@@ -532,7 +532,7 @@ def test_another_version_is_refused_in_one_sentence(version: str) -> None:
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1a0+git1234"])
+@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.14.1+cu130", "2.15.0a0+git1234"])
 def test_versions_that_were_tried_are_taken(version: str) -> None:
     private.refuse_version(version)
 
