@@ -291,6 +291,18 @@ def test_views_have_the_storage_of_their_base() -> None:
     assert weak.expired()
 
 
+@canary("tensor_watch", does="sees before each step whether a tensor has other sizes, strides or dtype")
+def test_other_sizes_strides_and_dtypes_are_seen() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(())]
+    different = private.tensor_watch(tensors)
+    assert different(tensors) is None
+    assert different([torch.zeros(2, 3), *tensors[1:]]) is None
+    assert different([torch.ones(3, 2).t(), *tensors[1:]]) == 0
+    assert different([tensors[0], torch.ones(4, requires_grad=True), tensors[2]]) == 1
+    assert different([tensors[0], torch.ones(3), tensors[2]]) == 1
+    assert different([*tensors[:2], torch.ones((), dtype=torch.float64)]) == 2
+
+
 # --------------------------------------------------------------------------------------------- modules and optimizers
 
 

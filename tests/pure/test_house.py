@@ -37,7 +37,7 @@ MAY_IMPORT = {  # besides itself
 }
 REFUSED = {"utils", "common", "core", "base", "misc", "helpers", "manager", "v2"}
 OPEN = {"sys", "os", "aten", "torch.ops.aten"}  # whose names may begin with an underscore
-KNOWN = {"_fields", "_name", "_handle"}  # of a named tuple and of a library that ctypes opened: documented
+KNOWN = {"_fields", "_name", "_handle"}  # of a named tuple and of ctypes: documented
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
