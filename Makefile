@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 test: .venv/ready lint  ## Run the linter, the type checker and all tests but the long ones, one on each core
 	$(PYTEST) -m "not long"
 
-test-all: .venv/ready lint  ## Run all tests, the long ones too, and a part of them with other versions of torch
+test-all: .venv/ready lint  ## Run all tests, the long ones and the sanitizers too, and a part of them with other versions of torch
 	$(PYTEST)
 	$(MAKE) compat
 
@@ -63,5 +63,5 @@ bench: .venv/ready  ## Make every table that we publish
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py
 
-clean:  ## Remove the environment
-	rm -rf .venv
+clean:  ## Remove the environments
+	rm -rf .venv .compat
