@@ -1,4 +1,4 @@
-"""Batches and results as trees: tuples, lists, mappings and dataclasses with leaves of any type."""
+"""Batches and results as trees: tuples, lists, mappings, dataclasses and objects around tensors, with other leaves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ Path = tuple[str | int, ...]
 class Tree:
     """The shape of a tree: what it takes to rebuild the object from its leaves."""
 
-    form: Literal["leaf", "sequence", "mapping", "dataclass"]
+    form: Literal["leaf", "sequence", "mapping", "dataclass", "object"]
     type: type = object
     keys: tuple[Any, ...] = ()
     children: tuple[Tree, ...] = ()
-    template: Any = dataclasses.field(default=None, compare=False, repr=False)  # an empty mapping to copy
+    template: Any = dataclasses.field(
+        default=None, compare=False, repr=False
+    )  # an empty mapping, or an object, to copy
 
     def paths(self) -> Iterator[Path]:
         """The path of each leaf, in order."""
@@ -39,6 +41,10 @@ class Tree:
         parts = [child._take(leaves) for child in self.children]
         if self.form == "dataclass":
             return self.type(**dict(zip(self.keys, parts, strict=True)))
+        if self.form == "object":
+            made = copy.copy(self.template)
+            made.__dict__.update(zip(self.keys, parts, strict=True))
+            return made
         if self.form == "mapping":
             made = copy.copy(self.template)
             for key, part in zip(self.keys, parts, strict=True):
@@ -80,5 +86,23 @@ def _flatten(thing: Any, leaves: list[Any]) -> Tree:
     if isinstance(thing, (tuple, list)):
         children = tuple(_flatten(part, leaves) for part in thing)
         return Tree("sequence", type(thing), tuple(range(len(children))), children)
+    if _around_tensors(thing):
+        keys = tuple(vars(thing))
+        children = tuple(_flatten(vars(thing)[key], leaves) for key in keys)
+        return Tree("object", type(thing), keys, children, thing)
     leaves.append(thing)
     return LEAF
+
+
+def _around_tensors(thing: Any) -> bool:
+    """Whether an object of a class of the user's has tensors, or numbers of a running step, among its attributes."""
+    attributes = getattr(thing, "__dict__", None)
+    if not isinstance(attributes, dict) or callable(thing) or _tensor(thing):
+        return False
+    if type(thing).__module__.partition(".")[0] in ("torch", "numpy", "builtins"):
+        return False
+    return any(_tensor(part) or _around_tensors(part) for part in attributes.values())
+
+
+def _tensor(thing: Any) -> bool:
+    return hasattr(type(thing), "__torch_function__") or type(thing).__name__ == "SymFloat"

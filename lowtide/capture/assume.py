@@ -79,7 +79,10 @@ class Assumptions:
                 self._attributes(value.__dict__, name, without=("param_groups", "state", "defaults", *OPTIMIZER_HOOKS))
                 for key in OPTIMIZER_HOOKS:
                     self._mapping(value.__dict__[key], f"{name}.{key}")
-                for number, group in enumerate(value.param_groups):
+                groups = value.param_groups
+                self.entries.append(Entry(Place(value.__dict__, "param_groups", f"{name}.param_groups"), groups))
+                self.contents.append(Content(groups, list(groups), f"the order of {name}.param_groups"))
+                for number, group in enumerate(groups):
                     shown = f"{name}.param_groups[{number}]"
                     self.entries.append(Entry(Place(group, "params", f"the parameters of {shown}"), group["params"]))
                     self.contents.append(Content(group["params"], list(group["params"]), f"the parameters of {shown}"))

@@ -56,12 +56,17 @@ class Deeds:
             else:
                 self.calls.append((logger.log, (level, message, *args), {}))
 
+        def refuse_text(number: torch.SymFloat, _: str) -> str:
+            return repr(number)  # which is refused
+
         builtins.print = note_print
+        torch.SymFloat.__format__ = refuse_text  # type: ignore[assignment, method-assign]
         private.log_by(note_log)
         try:
             yield
         finally:
             builtins.print = printed
+            del torch.SymFloat.__format__
             private.log_by(logged)
 
     def done(self, registries: set[int], guards: Guards) -> Done:

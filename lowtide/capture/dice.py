@@ -21,7 +21,7 @@ from lowtide.graph import Input
 from lowtide.guards import MISSING, Draw
 
 HINT = "draw it before the step, and pass it to the step as part of its batch."
-PRIMITIVES = ("random", "getrandbits")  # of Python's generator: all others call these
+PRIMITIVES = ("random", "getrandbits", "_randbelow")  # of Python's generator: all others call these
 SETTERS = ("seed", "set_state", "get_state", "setstate", "getstate", "get_bit_generator", "set_bit_generator")
 
 
@@ -32,6 +32,7 @@ class Dice:
         self.recorder = recorder
         self.draws: list[Draw] = []
         self.inputs: list[Input] = []
+        self.rolling = False
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -44,7 +45,8 @@ class Dice:
             for name in PRIMITIVES:
                 rolled = self._rolled("random", name, getattr(python, name))
                 setattr(python, name, rolled)
-                setattr(random, name, rolled)
+                if hasattr(random, name):
+                    setattr(random, name, rolled)
             for name, function in _legacy().items():
                 setattr(numpy.random, name, self._rolled("numpy.random", name, function))
             yield
@@ -61,7 +63,7 @@ class Dice:
         """What stands for a function that draws, where code has it under a name of its own; None for all others."""
         owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
         if owner is private.python_generator() and name in PRIMITIVES:
-            return getattr(random, name)
+            return getattr(owner, name)
         if owner is private.numpy_generator() and name in _legacy(bound=False):
             return getattr(numpy.random, name)
         return None
@@ -69,9 +71,15 @@ class Dice:
     def _rolled(self, generator: str, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def roll(*args: Any, **kwargs: Any) -> Any:
             source = user_line()
+            if self.rolling:  # a draw that calls others is one draw
+                return function(*args, **kwargs)
             if method == "shuffle":
                 _refuse(f"{source}: the step shuffles by {generator}.shuffle, which can't be followed.")
-            value = function(*args, **kwargs)
+            self.rolling = True
+            try:
+                value = function(*args, **kwargs)
+            finally:
+                self.rolling = False
             number, symbolic = len(self.draws), isinstance(value, float)
             draw = Draw(generator, method, args, tuple(kwargs.items()), MISSING if symbolic else value, source)
             self.draws.append(draw)

@@ -266,7 +266,7 @@ class Binding:
         states = random.getstate(), numpy.random.get_state()
         self.drawn = []
         for draw in guards.draws:
-            home = random if draw.generator == "random" else numpy.random
+            home = private.python_generator() if draw.generator == "random" else private.numpy_generator()
             value = getattr(home, draw.method)(*draw.args, **dict(draw.kwargs))
             if draw.value is not MISSING and not same(draw.value, value):
                 break
