@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint sanitize bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -30,6 +30,9 @@ lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+sanitize: .venv/ready  ## Run all C++ under the address, undefined behaviour and thread sanitizers
+	$(BIN)/pytest -m long tests/sanitize
 
 bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench predict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lowtide.private  # noqa: F401 - first, for it refuses a torch that lowtide can't use
 from lowtide.allocator import meter
 from lowtide.capture import capture
 from lowtide.captured import Captured
@@ -17,6 +18,8 @@ from lowtide.errors import (
     ProgramError,
     StepError,
     UsageError,
+    VerifyError,
+    VersionError,
 )
 from lowtide.execute import Runner, execute
 from lowtide.fit import Fitted, fit
@@ -50,6 +53,8 @@ __all__ = [
     "Simulation",
     "StepError",
     "UsageError",
+    "VersionError",
+    "VerifyError",
     "Wait",
     "Wrapped",
     "as_eager",

@@ -2,7 +2,8 @@
 
 It walks the instructions once and keeps a list of the blocks that are there. It knows nothing of what values contain:
 a program is right if every run finds all that it reads, if nothing is written over while it is needed, if what cannot
-be repeated is not, and if what must outlive the step does.
+be repeated is not, and if what must outlive the step does: the last content of an input's storage at home, which is the
+caller's own storage. Outside the arena such a content is nowhere but at home.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
 
 ALIGNMENT = 64  # bytes: every offset in the arena is a multiple of it
 
-# Where and which: ("device" | "host" | "disk", value). Also on the device, while they last: ("duplicate", value),
-# ("temporaries", op), ("generator", op), the state of the random generator that repeats an op, and ("present state",
-# op), the one put aside meanwhile.
+# Where and which: ("device" | "host" | "disk", value). Also on the device, while they last: ("home", storage), the
+# caller's own, which holds the bytes of the value in it; ("duplicate", value), ("temporaries", op), ("generator", op),
+# the state of the random generator that repeats an op, and ("present state", op), the one put aside meanwhile.
 Block = tuple[str, int]
 
 # Why a block cannot be read, from the most ready (None: it can) to the least.
@@ -55,6 +56,7 @@ class _Judge:
         self.blocks: dict[Block, tuple[int, int]] = {}  # offset (-1: outside the arena) and bytes
         self.changed: dict[Block, int] = {}  # the instruction that last made a block appear or vanish
         self.flights: dict[Block, Block] = {}  # copies in flight: target -> source
+        self.homes: dict[int, int | None] = {}  # the caller's storages -> the value that is there; None: none is
         self.arena: list[tuple[int, int, Block]] = []  # (start, end, block), sorted; none has zero bytes
         self.outside = 0  # device bytes outside the arena
         self.held = [0] * len(program.instructions)  # most bytes outside the arena during each instruction
@@ -81,7 +83,13 @@ class _Judge:
             if isinstance(instruction, Run) and instruction.again and graph.ops[instruction.op].random:
                 self.last_replay[instruction.op] = index
         for item in graph.inputs:
-            self.put(("device", item.value), costs.nbytes[item.value], -1)
+            storage = graph.values[item.value].storage
+            if storage in self.homes:
+                what = f"%{self.homes[storage]} and %{item.value} are inputs of one storage."
+                raise ProgramError("wrong graph", f"wrong graph: {what}")
+            self.homes[storage] = item.value
+            self.put(("home", storage), costs.nbytes[item.value], -1)
+            self.put(("device", item.value), 0, -1)
 
     def run(self, run: Run) -> None:
         """Run an op: what it reads is there, what it makes is there afterwards."""
@@ -122,7 +130,10 @@ class _Judge:
         for block in passing:
             self.drop(block)
         for made, read in run.over:
-            self.put(("device", made), nbytes[made], self.drop(("device", read)))
+            _, size = self.blocks["device", read]
+            self.put(("device", made), size, self.drop(("device", read)))
+            if self.at_home(read):
+                self.homes[graph.values[read].storage] = made
         if self.last_replay.get(op) == self.now:
             self.drop(("generator", op))
 
@@ -154,12 +165,15 @@ class _Judge:
         allowed = updates + self.costs.in_place[op]
         for made, read in run.over:
             lasting = graph.values[read].storage in graph.lasting_storages
+            kinds = (graph.values[made].kind, graph.values[read].kind)
             faults = (
                 (made not in makes or read not in reads, f"it makes {makes} and reads {reads}"),
                 (sum(made == m or read == r for m, r in run.over) > 1, f"one of them is twice in {run.over}"),
                 (("device", made) in self.blocks, f"%{made} is there already"),
                 ((made, read) not in allowed, f"it allows only {allowed}"),
+                (any(made == new and read != old for new, old in updates), f"%{made} is an update of another value"),
                 (lasting and (made, read) not in updates, "only an update may write over an input"),
+                ("scalar" in kinds, "a number has no bytes"),
                 (nbytes[made] != nbytes[read], f"they have {nbytes[made]} B and {nbytes[read]} B"),
             )
             for wrong, why in faults:
@@ -192,10 +206,22 @@ class _Judge:
             self.fail("double free", f"{self.name(block)} is gone since instruction {self.changed[block]}.")
         self.check_still(block)
         self.drop(block)
+        where, value = block
+        if where == "device" and self.at_home(value):
+            self.leave_home(self.graph.values[value].storage)
+
+    def leave_home(self, storage: int) -> None:
+        """Nothing is at home; one that the step uses up is gone then, any other keeps its bytes for the caller."""
+        self.homes[storage] = None
+        if not any(item.stays and self.graph.values[item.value].storage == storage for item in self.graph.inputs):
+            del self.homes[storage]
+            self.drop(("home", storage))
 
     def copy(self, value: int, to: Place, at: int) -> None:
-        """Start a copy from the device, or to it from the host or else from the disk."""
-        target = (to, value)
+        """Start a copy from the device, or to it from the host or else from the disk: into the arena, home, or anew."""
+        target, storage = (to, value), self.graph.values[value].storage
+        if self.graph.values[value].kind == "scalar":
+            self.fail("no such", f"%{value} is a number of the program; it has no bytes that could be copied.")
         if target in self.blocks:
             since = self.changed[target]
             self.fail("copied twice", f"{self.name(target)} is there already, since instruction {since}.")
@@ -203,7 +229,13 @@ class _Judge:
         source = min(sources, key=lambda block: UNREADABLE.index(self.unreadable(block)))
         self.check_readable(source)
         self.check_offset(target, self.costs.nbytes[value], at)
-        self.put(target, self.costs.nbytes[value], at)
+        comes_home = to == "device" and at == -1 and storage in self.homes
+        if comes_home:
+            other = self.homes[storage]
+            if other is not None:
+                self.fail("overlap", f"{self.name(target)} comes home, where {self.name(('device', other))} is.")
+            self.homes[storage] = value
+        self.put(target, 0 if comes_home else self.costs.nbytes[value], at)
         self.flights[target] = source
         self.note()
 
@@ -222,10 +254,10 @@ class _Judge:
         for op, item in enumerate(graph.ops):
             if item.random and op not in self.has_run:
                 self.fail("random replay", f"{self.name_op(op)} never drew its numbers.")
-        inputs = {item.value: item for item in graph.inputs}
-        updated = {graph.values[old].storage for op in graph.ops for _, old in op.updates}
-        stays = {v for v in inputs if inputs[v].stays and graph.values[v].storage not in updated}
-        for block in (("device", value) for value in sorted(graph.required | stays)):
+        inputs = {item.value for item in graph.inputs}
+        wanted = graph.required | self.last_contents()
+        for value in sorted(wanted):
+            block = ("device", value)
             if block not in self.blocks:
                 how = "gone" if block in self.changed else "never made"
                 what = f"{self.name(block)} must be there at the end, but is {how}."
@@ -234,10 +266,25 @@ class _Judge:
             if offset != -1:
                 what = f"{self.name(block)} outlives the step, but is at {offset} of the arena at the end."
                 self.fail("misplaced", what, at=self.changed[block])
-        welcome = {("device", value) for value in graph.required | inputs.keys()}
+            if graph.values[value].storage in graph.lasting_storages and not self.at_home(value):
+                what = f"{self.name(block)} is not in the caller's own storage at the end."
+                self.fail("away from home", what, at=self.changed[block])
+        welcome = {("device", value) for value in wanted | inputs}
         for block in self.blocks:
-            if block not in welcome:
+            if block not in welcome and block[0] != "home":
                 self.fail("never freed", f"{self.name(block)} is left over.", at=self.changed[block])
+
+    def last_contents(self) -> set[int]:
+        """What the storage of each input that stays contains at the end."""
+        values = self.graph.values
+        last = {values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+        for op in self.graph.ops:
+            last.update((values[old].storage, new) for new, old in op.updates if values[old].storage in last)
+        return set(last.values())
+
+    def at_home(self, value: int) -> bool:
+        """Whether a value is in the caller's own storage."""
+        return self.homes.get(self.graph.values[value].storage) == value
 
     def peak(self, budget: int | None) -> int:
         """The arena and the most that was ever outside it, which must be within the budget."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from lowtide import files
 from lowtide.errors import FileError
+from lowtide.files.shapes import Absent, amount, many, record, row, text, whole, word
 from lowtide.graph import Graph
+
+Origin = Literal["measured", "roofline"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Costs:
     extra: tuple[int, ...]  # for each op, bytes that its temporaries need in one piece, beside what it makes
     nbytes: tuple[int, ...]  # for each value, bytes really allocated
     in_place: tuple[tuple[tuple[int, int], ...], ...]  # for each op, pairs (made, read): made may sit on read's bytes
-    origin: Literal["measured", "roofline"]
+    origin: Origin
     machine: str  # processor, threads and library version, for people
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
@@ -59,23 +62,7 @@ class Costs:
     @staticmethod
     def load(path: str | os.PathLike[str], graph: Graph) -> Costs:
         """Load what `save` wrote, for this graph."""
-        data: Any = files.load(path, "costs")
-        try:
-            costs = Costs(
-                graph=str(data["graph"]),
-                seconds=tuple(map(float, data["seconds"])),
-                extra=tuple(map(int, data["extra"])),
-                nbytes=tuple(map(int, data["nbytes"])),
-                in_place=tuple(tuple((int(a), int(b)) for a, b in pairs) for pairs in data["in_place"]),
-                origin=data["origin"],
-                machine=str(data["machine"]),
-                inside=tuple(map(int, data.get("inside", ()))),
-                bandwidth=tuple((str(place), float(rate)) for place, rate in data["bandwidth"]),
-                code=int(data.get("code", 0)),
-                notes=tuple(map(str, data["notes"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} holds no valid costs: {error!r}", hint="measure again.") from error
+        costs: Costs = files.shaped(path, files.load(path, "costs"), COSTS, kind="costs", hint="measure again.")
         if costs.graph != graph.fingerprint:
             raise FileError(
                 f"{path} holds the costs of graph {costs.graph[:12]}, not of this one, {graph.fingerprint[:12]}.",
@@ -90,6 +77,13 @@ class Costs:
                 f"the graph has {len(graph.ops)} and {len(graph.values)}.",
                 hint="measure again.",
             )
+        for op, pairs in enumerate(costs.in_place):
+            if not all(made in graph.makes[op] and read in graph.reads[op] for made, read in pairs):
+                raise FileError(
+                    f"{path} holds no valid costs: op {op} may not put {pairs} in place; it reads {graph.reads[op]} "
+                    f"and makes {graph.makes[op]}.",
+                    hint="measure again.",
+                )
         return costs
 
     def __str__(self) -> str:
@@ -111,3 +105,22 @@ def declared(graph: Graph) -> Costs:
         origin="roofline",
         machine="unit",
     )
+
+
+_number, _pair = whole(), row(whole(), whole())
+COSTS = record(
+    {
+        "graph": text,
+        "seconds": many(amount),
+        "extra": many(_number),
+        "inside": Absent(many(_number), ()),
+        "nbytes": many(_number),
+        "in_place": many(many(_pair)),
+        "origin": word(get_args(Origin)),
+        "machine": text,
+        "bandwidth": many(row(text, amount)),
+        "code": Absent(_number, 0),
+        "notes": many(text),
+    },
+    into=Costs,
+)

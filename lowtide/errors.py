@@ -64,3 +64,18 @@ class StepError(LowtideError):
         super().__init__(message, hint=hint)
         self.parameters = parameters  # that it had updated, or whose optimizer state it had
         self.buffers = buffers
+
+
+class VersionError(LowtideError, ImportError):
+    """A torch that lowtide can't use, found at `import lowtide`."""
+
+
+class VerifyError(LowtideError):
+    """A step that does not do what eager PyTorch does; everything is as it was before the step."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, hint: str, differing: tuple[str, ...] = (), op: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.differing = differing  # the names of what differs
+        self.op = op  # the first op that does, where it is known: "mul_3"

@@ -14,6 +14,7 @@ from lowtide import report
 from lowtide.allocator.arena import ArenaError, give_back
 from lowtide.budget import free_memory, read_budget
 from lowtide.capture import capture
+from lowtide.capture.door import refuse_to_run
 from lowtide.captured import Captured
 from lowtide.changes import Changes
 from lowtide.check import check
@@ -26,6 +27,7 @@ from lowtide.measure import measure, roofline
 from lowtide.plan import TIME_LIMIT, as_eager, carry, plan, with_narrow
 from lowtide.program import Plan, Program
 from lowtide.simulate import simulate
+from lowtide.verify import Verifier, announce, refuse_call
 
 ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
 KEPT = 64  # programs that are kept, the latest first
@@ -78,15 +80,23 @@ class Fitted:
             read_budget(budget, stays=1, eager_peak=1)  # a wrong one is refused before anything is captured
         self._step, self._model, self._optimizer = step, model, optimizer
         self._asked, self._time_limit, self._costs, self._rounding = budget, time_limit, costs, rounding
+        self._told = tell
         self._tell: Tell = tell if tell is not None else lambda _: None
         self._changes = Changes()
         self._fits: list[_Fit] = []
         self._bytes: int | None = None  # the budget, once it is known what a part of the step is
+        self.verifier: Verifier | None = None  # of the steps that run beside eager
+        refuse_to_run(model)
         self._fits = [self._make(example, plan)]
 
     def __call__(self, *batch: Any) -> Any:
         """One training step; returns what the step returns, detached."""
         self._changes.step()
+        if self.verifier is not None and self.verifier.left:
+            return self.verifier.check(batch, self._call, lambda: self._fits[0].runner)
+        return self._call(*batch)
+
+    def _call(self, *batch: Any) -> Any:
         stale: StaleError | None = None
         for fit in self._fits:
             try:
@@ -156,6 +166,13 @@ class Fitted:
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""
         return "\n".join(self.captured.guards.explain())
+
+    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
+        """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
+        fit = self._fits[0]
+        stays = fit.costs.stays(self.captured.graph)
+        self.verifier = Verifier(self._step, self._model, self._optimizer, steps)
+        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=tell or self._told)
 
     def report(self) -> str:
         """What the plan does and what was measured, for a person."""
@@ -320,6 +337,7 @@ def fit(
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
     rounding: bool = False,
+    verify: int = 0,
 ) -> Fitted:
     """Return `step` as a step that does the same arithmetic and never holds more than the budget.
 
@@ -329,6 +347,12 @@ def fit(
     each, what happens before the first step and when a batch of another shape is planned. With costs="roofline" the ops
     are not measured but estimated: quicker to fit, but what they hold inside is unknown, and the budget may be missed.
     Results equal eager's to the bit. With rounding=True they are the same up to rounding: layers of an nn.LSTM may then
-    be cut in time, which lowers the least budget.
+    be cut in time, which lowers the least budget. With verify=3 the first three steps also run in eager PyTorch, on
+    copies, and every bit is compared; that needs eager's memory beside the budget, which is said first. A difference
+    is a VerifyError that names what differs and the first op that does, and the step is undone.
     """
-    return Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs, rounding)
+    refuse_call(verify, rounding=rounding)
+    fitted = Fitted(step, model, optimizer, example, budget, plan, time_limit, tell, costs, rounding)
+    if verify:
+        fitted.verify(verify)
+    return fitted

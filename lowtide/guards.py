@@ -158,7 +158,7 @@ class Guards:
     entries: tuple[Entry, ...] = ()
     names: tuple[Names, ...] = ()
     contents: tuple[Content, ...] = ()
-    around: tuple[tuple[str, Any], ...] = ()  # settings of torch, by name
+    around: tuple[Any, ...] = ()  # settings of torch, in the order of `watch.NAMES`
     comparisons: tuple[Comparison, ...] = ()  # of numbers that are inputs
     numbers: tuple[Place, ...] = ()  # Python numbers that are inputs of the program
     draws: tuple[Draw, ...] = ()
@@ -168,7 +168,6 @@ class Guards:
         """One line for each thing that is assumed."""
         lines = [f"{entry.place.name} is {_show(entry.value)}" for entry in self.entries if _telling(entry.value)]
         lines += [f"{item.name} contains {_show(item.content)}" for item in self.contents]
-        lines += [f"{name} is {_show(value)}" for name, value in self.around]
         lines += [f"{place.name} is a number, whatever it is" for place in self.numbers]
         lines += [f"{draw.generator}.{draw.method} is drawn at {draw.source}" for draw in self.draws]
         lines += [f"{name} is the same object; changes inside of it are not seen" for name in self.opaque]

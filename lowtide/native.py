@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
+import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.files import cache_folder
+from lowtide.files.cache import find, keep, looked_in, own_folder, private_folder
+from lowtide.files.disk import ROOM, is_full
 
 COMPILERS = ("g++", "c++", "clang++")
 INSTALL = "install a C++20 compiler (apt install g++, or conda install gxx) or name the one you have in $CXX."
+OPTIONS = ("-O2", "-std=c++20", "-shared", "-fPIC")
+INCLUDED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+FULL = re.compile(r"No space left on device|Disk quota exceeded|File too large")  # as compilers and linkers say it
 COMPILE_SECONDS = 120  # a second or two is usual; a machine that swaps may need a minute
 
 Signatures = Mapping[str, tuple[list[Any], Any]]  # for each function the types of its arguments and of its answer
@@ -34,29 +41,48 @@ def library(
     """Load the library of this source, compiling it when no earlier process has.
 
     `what` names it in errors, `flags` go behind the source in the command, `depends` are further things that it was
-    compiled against.
+    compiled against. Without a compiler, one that an earlier process made from the same source does.
     """
-    compiler = _compiler(what)
-    command = [*compiler, "-O2", "-std=c++20", "-shared", "-fPIC", str(source), *flags]
-    name = _file_name(source, [shlex.join(command), _run([*compiler, "--version"]).stdout, *depends])
+    start = f"{source.stem}-{_key([*_texts(source), *OPTIONS, *flags, *depends, *_here()])}-"
     try:
-        cached = cache_folder() / name
-        if cached.exists():
-            return _open(cached, signatures)
-    except (OSError, RuntimeError):  # damaged, unreadable, or there is no home folder
-        pass
-    try:
-        return _compile_into(cache_folder(), name, command, source, signatures)
-    except (OSError, RuntimeError):  # the folder can't be written or run from
-        pass
-    try:
-        with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-            return _compile_into(Path(folder), name, command, source, signatures)
-    except OSError as error:
+        compiler = _compiler(what)
+        version = _run([*compiler, "--version"]).stdout
+    except NativeUnavailable as missing:
+        found = _cached(start, signatures)
+        if found is None:
+            raise missing from None
+        return found
+    start += f"{_key([shlex.join(compiler), version])}-"
+    found = _cached(start, signatures)
+    if found is not None:
+        return found
+    command = [*compiler, *OPTIONS, str(source), *flags]
+    for folder in (own_folder, private_folder):
+        try:
+            return _compile_into(folder(), start, command, source, signatures)
+        except OSError as error:  # the folder can't be written or run from
+            problem = error
+    if is_full(problem):
         raise NativeUnavailable(
-            f"{what}, compiled, can't be stored or loaded: {error}",
-            hint="name a folder that can be written and run from in $LOWTIDE_CACHE.",
-        ) from error
+            f"{what}, compiled, can't be stored: the disk is full ({problem}).",
+            hint=f"{ROOM} $LOWTIDE_CACHE names it.",
+        ) from problem
+    raise NativeUnavailable(
+        f"{what}, compiled, can't be stored or loaded: {problem}",
+        hint="name a folder that can be written and run from in $LOWTIDE_CACHE.",
+    ) from problem
+
+
+def _cached(start: str, signatures: Signatures) -> ctypes.CDLL | None:
+    """A library that an earlier process made, if it is still as it was then."""
+    for folder in looked_in():
+        try:
+            path = find(folder, start, ".so")
+            if path is not None:
+                return _open(path, signatures)
+        except OSError:  # unreadable, or it can't be run from there
+            continue
+    return None
 
 
 def _compiler(what: str) -> list[str]:
@@ -72,38 +98,66 @@ def _compiler(what: str) -> list[str]:
     raise NativeUnavailable(f"{what} needs a C++ compiler, and there is none of {', '.join(COMPILERS)}.", hint=INSTALL)
 
 
-def _file_name(source: Path, parts: list[str]) -> str:
-    """A name that changes with whatever the compiled library depends on."""
-    parts = [source.read_text(), *parts, platform.machine()]
-    return f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
+def _texts(source: Path, seen: set[Path] | None = None) -> list[str]:
+    """The source, and the headers beside it that it includes, also through others."""
+    seen = set() if seen is None else seen
+    seen.add(source)
+    text = source.read_text(encoding="utf-8")
+    found = [text]
+    for name in INCLUDED.findall(text):
+        header = (source.parent / name).resolve()
+        if header not in seen and header.is_file():
+            found += _texts(header, seen)
+    return found
 
 
-def _compile_into(folder: Path, name: str, command: list[str], source: Path, signatures: Signatures) -> ctypes.CDLL:
+def _here() -> tuple[str, ...]:
+    """What a library depends on besides its source and the compiler: the kind of machine, and its C library."""
+    return (platform.machine(), platform.system(), *platform.libc_ver())
+
+
+def _key(parts: list[str]) -> str:
+    """A name that changes with each of its parts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _compile_into(folder: Path, start: str, command: list[str], source: Path, signatures: Signatures) -> ctypes.CDLL:
     """Compile, put the library into the folder in one move, and load it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as workshop:
-        made = Path(workshop) / name
-        result = _run([*command, "-o", str(made)])
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder, ignore_cleanup_errors=True) as workshop:
+        made = Path(workshop) / "made.so"
+        result = _run([*command, "-o", str(made)], workshop)
         if result.returncode != 0:
+            if FULL.search(result.stderr):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
             raise NativeUnavailable(
                 f"{source.name} did not compile with {command[0]}:\n{_first_errors(result.stderr)}", hint=INSTALL
             )
-        os.replace(made, folder / name)
-    return _open(folder / name, signatures)
+        return _open(keep(folder, start, ".so", made.read_bytes()), signatures)
 
 
 def _open(path: Path, signatures: Signatures) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(path))
     for name, (arguments, answer) in signatures.items():
-        function = getattr(opened, name)
+        try:
+            function = getattr(opened, name)
+        except AttributeError as error:
+            raise OSError(f"{path} has no {name}") from error
         function.argtypes, function.restype = arguments, answer
     return opened
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], workshop: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the compiler, whose own temporary files go to the workshop too."""
+    environment = None if workshop is None else {**os.environ, "TMPDIR": workshop}
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_SECONDS,
+            check=False,
+            env=environment,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"the C++ compiler {command[0]} can't be run: {error}", hint=INSTALL) from error

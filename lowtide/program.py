@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lowtide import files
 from lowtide.errors import FileError
+from lowtide.files.shapes import Absent, Misshapen, Shape, amount, flag, many, maybe, record, row, text, whole, word
 from lowtide.graph import Graph
 
 Place = Literal["device", "host", "disk"]
@@ -115,20 +116,8 @@ class Plan:
         program = _decode_program(data, path, graph)
         if "promise" not in data:
             raise FileError(f"{path} holds a program without what it promises.", hint="plan again.")
-        try:
-            told = data["promise"]
-            return Plan(
-                program=program,
-                budget=None if told["budget"] is None else int(told["budget"]),
-                peak=int(told["peak"]),
-                seconds=float(told["seconds"]),
-                base_seconds=float(told["base_seconds"]),
-                bound_seconds=float(told["bound_seconds"]),
-                least_bound=int(told["least_bound"]),
-                planning_seconds=float(told["planning_seconds"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} holds no valid plan: {error!r}", hint="plan again.") from error
+        promise = files.shaped(path, data["promise"], PROMISE, kind="plan", hint="plan again.")
+        return Plan(program=program, **promise)
 
 
 def show(instruction: Instruction, graph: Graph) -> str:
@@ -153,16 +142,34 @@ def _encode_program(program: Program) -> dict[str, Any]:
 
 def _decode_program(data: Any, path: str | os.PathLike[str], graph: Graph) -> Program:
     """The program of a file, if it is one of this graph."""
-    try:
-        program = Program(str(data["graph"]), tuple(_decode(row) for row in data["instructions"]), int(data["arena"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise FileError(f"{path} holds no valid program: {error!r}", hint="plan again.") from error
+    found = files.shaped(path, data, PROGRAM, kind="program", hint="plan again.")
+    program = Program(found["graph"], found["instructions"], found["arena"])
     if program.graph != graph.fingerprint:
         raise FileError(
             f"{path} is a program for graph {program.graph[:12]}, not for this one, {graph.fingerprint[:12]}.",
             hint="plan this graph.",
         )
+    for number, instruction in enumerate(program.instructions):
+        if not exists(instruction, graph):
+            raise FileError(
+                f"{path} holds no valid program: instruction {number} is {instruction}; the graph has "
+                f"{len(graph.ops)} ops, {len(graph.values)} values.",
+                hint="plan again.",
+            )
     return program
+
+
+def exists(instruction: Instruction, graph: Graph) -> bool:
+    """Whether an instruction is made of plain numbers and names, and the graph has what it names."""
+    match instruction:
+        case Run(op, _, over, again):
+            values = [value for pair in over for value in pair]
+            fine = type(op) is int and 0 <= op < len(graph.ops) and type(again) is bool
+        case Free(value, place) | Copy(value, place) | Wait(value, place):
+            values, fine = [value], type(place) is str and place in get_args(Place)
+        case _:
+            return False
+    return fine and all(type(value) is int and 0 <= value < len(graph.values) for value in values)
 
 
 def _encode(instruction: Instruction) -> list[Any]:
@@ -177,21 +184,41 @@ def _encode(instruction: Instruction) -> list[Any]:
             return ["wait", value, place]
 
 
-def _decode(row: Any) -> Instruction:
-    match row:
-        case ["run", int(op), list(at), list(over), bool(again)]:
-            return Run(op, tuple(map(int, at)), tuple((int(made), int(read)) for made, read in over), again)
-        case ["free", int(value), str(place)]:
-            return Free(value, _place(place))
-        case ["copy", int(value), str(place), int(at)]:
-            return Copy(value, _place(place), at)
-        case ["wait", int(value), str(place)]:
-            return Wait(value, _place(place))
-        case _:
-            raise ValueError(f"no instruction: {row!r}")
+def _instruction(data: Any) -> Instruction:
+    """An instruction from JSON: its name, and what that has."""
+    name = data[0] if type(data) is list and data else None
+    if type(name) is not str or name not in INSTRUCTIONS:
+        raise Misshapen(f"one of {', '.join(INSTRUCTIONS)}, with what it takes", data)
+    made: Instruction = INSTRUCTIONS[name](data)
+    return made
 
 
-def _place(word: str) -> Any:
-    if word not in get_args(Place):
-        raise ValueError(f"{word!r} is no place")
-    return word
+_number, _offset, _place = whole(), whole(-1), word(get_args(Place))
+INSTRUCTIONS: dict[str, Shape] = {
+    "run": row(
+        *(text, _number, many(_offset), many(row(_number, _number)), flag),
+        into=lambda _, *rest: Run(*rest),
+    ),
+    "free": row(text, _number, _place, into=lambda _, *rest: Free(*rest)),
+    "copy": row(text, _number, _place, _offset, into=lambda _, *rest: Copy(*rest)),
+    "wait": row(text, _number, _place, into=lambda _, *rest: Wait(*rest)),
+}
+PROGRAM = record(
+    {
+        "graph": text,
+        "arena": _number,
+        "instructions": many(_instruction),
+        "promise": Absent(lambda data: data, None),
+    }
+)
+PROMISE = record(
+    {
+        "budget": maybe(_number),
+        "peak": _number,
+        "seconds": amount,
+        "base_seconds": amount,
+        "bound_seconds": amount,
+        "least_bound": _number,
+        "planning_seconds": amount,
+    }
+)

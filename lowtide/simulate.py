@@ -39,6 +39,7 @@ class Moment:
     """The device during one instruction; the same object moves on from one to the next."""
 
     present: dict[int, int]  # value -> its offset in the arena, -1 outside
+    homes: dict[int, int | None]  # the caller's storages -> the value that is there
     inside: int = 0  # bytes of values in the arena
     outside: int = 0  # bytes of values outside it
     states: int = 0  # bytes of saved generator states
@@ -74,9 +75,12 @@ def simulate(graph: Graph, costs: Costs, program: Program) -> Simulation:
 def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
     """The device during each instruction, in order."""
     nbytes = costs.nbytes
-    moment = Moment({})
+    moment = Moment({}, {})
+    storage = [value.storage for value in graph.values]
+    kept = {storage[item.value] for item in graph.inputs if item.stays}
     for item in graph.inputs:
         moment.add(item.value, nbytes[item.value], -1)
+        moment.homes[storage[item.value]] = item.value
     ends = _last_replays(graph, program)
     replaying = set(ends.values())
     seen: set[int] = set()
@@ -98,6 +102,8 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
                     if value in onto:
                         moment.add(value, nbytes[value], moment.present[onto[value]])
                         moment.remove(onto[value], nbytes[value])
+                        if moment.homes.get(storage[value]) == onto[value]:
+                            moment.homes[storage[value]] = value
                     elif value in moment.present:
                         moment.extra += nbytes[value]
                         moment.extra_outside += nbytes[value] if offset < 0 else 0
@@ -111,10 +117,19 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
                     moment.states -= graph.generator_bytes
             case Free(value, place):
                 yield moment
-                if place == "device":
+                if place == "device" and moment.homes.get(storage[value]) != value:
                     moment.remove(value, nbytes[value])
+                elif place == "device" and storage[value] in kept:
+                    del moment.present[value]  # the caller's storage keeps its bytes
+                    moment.homes[storage[value]] = None
+                elif place == "device":
+                    moment.remove(value, nbytes[value])
+                    del moment.homes[storage[value]]
             case Copy(value, to, offset):
-                if to == "device":
+                if to == "device" and offset < 0 and storage[value] in moment.homes:
+                    moment.present[value] = -1
+                    moment.homes[storage[value]] = value
+                elif to == "device":
                     moment.add(value, nbytes[value], offset)
                 yield moment
             case Wait():

@@ -20,6 +20,7 @@
 #include <bit>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -31,6 +32,7 @@ constexpr int64_t kMeters = 64;  // one bit each in Ledger::running_
 // Answers of the functions that start something, beside a slot or zero.
 constexpr int64_t kRefused = -1;  // the allocator can't be put in place
 constexpr int64_t kBusy = -2;     // every meter, or the one recorder, is in use
+constexpr int64_t kNoMemory = -3;
 
 struct Block {
   int64_t nbytes;
@@ -152,7 +154,7 @@ class Ledger {
     }
   }
 
-  void note(Kind kind, const Block& block) {
+  void note(Kind kind, const Block& block) noexcept {
     if (!recording_) {
       return;
     }
@@ -160,7 +162,11 @@ class Ledger {
       ++lost_;
       return;
     }
-    events_.push_back({kind, block.number - first_, block.nbytes});
+    try {
+      events_.push_back({kind, block.number - first_, block.nbytes});
+    } catch (const std::bad_alloc&) {  // a block must be freed all the same
+      ++lost_;
+    }
   }
 
   std::unordered_map<void*, Block> alive_;
@@ -187,6 +193,14 @@ Ledger& ledger() {
 // again when it is resized.
 std::atomic<c10::Allocator*> source{nullptr};
 
+void give_back(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
+  if (free == nullptr) {
+    munmap(pointer, nbytes);
+  } else {
+    free(pointer);
+  }
+}
+
 void release(void* pointer) {
   if (Arena* arena = arena_of(pointer)) {
     std::lock_guard<std::mutex> guard(ledger().lock);
@@ -201,11 +215,7 @@ void release(void* pointer) {
   if (Step* step = stepping) {
     step->freed(block.number, block.nbytes);
   }
-  if (block.free == nullptr) {
-    munmap(pointer, block.nbytes);
-  } else {
-    block.free(pointer);
-  }
+  give_back(pointer, block.nbytes, block.free);
 }
 
 class LowtideAllocator final : public c10::Allocator {
@@ -226,14 +236,13 @@ class LowtideAllocator final : public c10::Allocator {
     if (!mapped) {
       pointer = maker->raw_allocate(requested);
     }
-    c10::DataPtr block(pointer, pointer, &release, c10::DeviceType::CPU);
     if (pointer != nullptr) {  // torch's answer to zero bytes is null, and nothing frees that
-      const int64_t number = ledger().born(pointer, nbytes, mapped ? nullptr : maker->raw_deleter());
+      const int64_t number = enter(pointer, nbytes, mapped ? nullptr : maker->raw_deleter());
       if (step != nullptr) {
         step->made(number, nbytes);
       }
     }
-    return block;
+    return {pointer, pointer, &release, c10::DeviceType::CPU};
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
@@ -243,12 +252,26 @@ class LowtideAllocator final : public c10::Allocator {
   void copy_data(void* destination, const void* origin, size_t nbytes) const override {
     default_copy_data(destination, origin, nbytes);
   }
+
+ private:
+  // The number of a new block; without memory for its place in the table there is no block.
+  static int64_t enter(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
+    try {
+      return ledger().born(pointer, nbytes, free);
+    } catch (const std::bad_alloc&) {
+      give_back(pointer, nbytes, free);
+      throw;
+    }
+  }
 };
 
 LowtideAllocator& ours() {
   static LowtideAllocator* const only = new LowtideAllocator;
   return *only;
 }
+
+// Both are made when the library is loaded: torch hands the pointer to other threads without a lock.
+[[maybe_unused]] const bool made = (ledger(), ours(), true);
 
 // Puts our allocator in place while anybody uses it. Guarded by the ledger's lock.
 class Installation {
@@ -428,9 +451,18 @@ void lowtide_arena_unmap(Arena* arena) {
 }
 
 // Where the allocations of each instruction go: those of instruction k are the entries from start[k] to start[k + 1].
-Tape* lowtide_tape_make(int64_t instructions, const int64_t* start, const int64_t* nbytes, const int64_t* offset) {
-  const int64_t entries = start[instructions];
-  return new Tape{{start, start + instructions + 1}, {nbytes, nbytes + entries}, {offset, offset + entries}};
+// Null where there is no memory for it, or where `start` is none.
+Tape* lowtide_tape_make(
+    int64_t instructions, const int64_t* start, int64_t entries, const int64_t* nbytes, const int64_t* offset) {
+  if (instructions < 0 || start[0] != 0 || start[instructions] != entries ||
+      !std::is_sorted(start, start + instructions + 1)) {
+    return nullptr;
+  }
+  try {
+    return new Tape{{start, start + instructions + 1}, {nbytes, nbytes + entries}, {offset, offset + entries}};
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 void lowtide_tape_drop(Tape* tape) {
@@ -438,13 +470,19 @@ void lowtide_tape_drop(Tape* tape) {
 }
 
 // From here on the allocations of this thread are those of a step: they go where the tape says or, without one, are
-// written down. The cursor is the instruction that runs; the number is nobody else's. Returns zero or kRefused.
+// written down. The cursor is the instruction that runs; the number is nobody else's. Returns zero, kRefused or
+// kNoMemory.
 int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor) {
   Guard guard(ledger().lock);
   if (!installation.enter()) {
     return kRefused;
   }
-  stepping = new Step(number, arena, tape, cursor, stepping);
+  auto* step = new (std::nothrow) Step(number, arena, tape, cursor, stepping);
+  if (step == nullptr) {
+    installation.leave();
+    return kNoMemory;
+  }
+  stepping = step;
   return 0;
 }
 

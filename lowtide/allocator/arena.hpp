@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <new>
 #include <vector>
 
 namespace {
@@ -17,7 +18,8 @@ namespace {
 constexpr int64_t kMapped = 1 << 16;   // bytes from which a block of a step that learns is mapped by itself
 constexpr int64_t kHuge = 2 << 20;     // bytes of a huge page
 constexpr int64_t kPage = 1 << 12;
-constexpr int64_t kArenas = 64;
+constexpr int64_t kMost = int64_t{1} << 56;  // bytes, of an arena: no system has more
+constexpr int64_t kOnAShelf = 64;  // arenas
 
 constexpr int kUsed = PROT_READ | PROT_WRITE;
 
@@ -32,8 +34,11 @@ class Arena {
   const int64_t nbytes;
   char* const base;
 
-  // A new arena, or null where the system has not that much, or where there are too many.
+  // A new arena, or null where the system has not that much.
   static Arena* make(int64_t nbytes) {
+    if (nbytes <= 0 || nbytes > kMost) {
+      return nullptr;
+    }
     const int64_t pages = (nbytes + kPage - 1) / kPage * kPage;
     const int64_t slack = pages >= kHuge ? kHuge : 0;
     auto* mapped = static_cast<char*>(map(pages + slack, PROT_NONE));  // counts for no limit yet
@@ -57,25 +62,34 @@ class Arena {
     if (slack > 0) {
       madvise(base, pages, MADV_HUGEPAGE);
     }
-    auto* arena = new Arena(nbytes, base);
-    for (auto& slot : all()) {
-      Arena* none = nullptr;
-      if (slot.compare_exchange_strong(none, arena)) {
-        return arena;
+    auto* arena = new (std::nothrow) Arena(nbytes, base);
+    if (arena == nullptr || !arena->enter()) {
+      munmap(base, pages);
+      delete arena;
+      return nullptr;
+    }
+    return arena;
+  }
+
+  // What is true of one of the arenas, or null; for any number of them, and without a lock.
+  template <typename Test>
+  static Arena* find(Test test) {
+    for (Shelf* shelf = &first(); shelf != nullptr; shelf = shelf->next.load(std::memory_order_acquire)) {
+      for (auto& slot : shelf->slots) {
+        Arena* arena = slot.load(std::memory_order_acquire);
+        if (arena != nullptr && test(*arena)) {
+          return arena;
+        }
       }
     }
-    munmap(base, pages);
-    delete arena;
     return nullptr;
   }
 
-  static std::array<std::atomic<Arena*>, kArenas>& all() {
-    static auto* const slots = new std::array<std::atomic<Arena*>, kArenas>{};
-    return *slots;
-  }
-
-  // Puts a block at this offset; null where one that should be gone is still there.
+  // Puts a block at this offset; null where one that should be gone is still there, or where there is no such place.
   void* take(int64_t offset, int64_t size) {
+    if (offset < 0 || size <= 0 || offset > nbytes || size > nbytes - offset) {
+      return nullptr;
+    }
     const auto next = blocks_.lower_bound(offset);
     if (next != blocks_.end() && next->first < offset + size) {
       return nullptr;
@@ -90,6 +104,9 @@ class Arena {
 
   void drop(const void* pointer) {
     const auto found = blocks_.find(static_cast<const char*>(pointer) - base);
+    if (found == blocks_.end()) {
+      return;
+    }
     used_ -= found->second - found->first;
     blocks_.erase(found);
     unmap_if_done();
@@ -110,39 +127,73 @@ class Arena {
   }
 
  private:
+  // Where arenas are looked up; a shelf stays for good, and a full one leads to the next.
+  struct Shelf {
+    std::array<std::atomic<Arena*>, kOnAShelf> slots{};
+    std::atomic<Shelf*> next{nullptr};
+  };
+
   Arena(int64_t nbytes, char* base) : nbytes(nbytes), base(base) {}
+
+  static Shelf& first() {
+    static Shelf shelf;  // nothing is done at the end of the process
+    return shelf;
+  }
+
+  // Takes a slot; false where there is no memory for one.
+  bool enter() {
+    for (Shelf* shelf = &first();;) {
+      for (auto& slot : shelf->slots) {
+        Arena* none = nullptr;
+        if (slot.compare_exchange_strong(none, this)) {
+          slot_ = &slot;
+          return true;
+        }
+      }
+      Shelf* next = shelf->next.load();
+      if (next == nullptr) {
+        auto* made = new (std::nothrow) Shelf;
+        if (made == nullptr) {
+          return false;
+        }
+        if (shelf->next.compare_exchange_strong(next, made)) {
+          next = made;
+        } else {  // another thread was first, and `next` is its shelf now
+          delete made;
+        }
+      }
+      shelf = next;
+    }
+  }
 
   void unmap_if_done() {
     if (owned_ || !blocks_.empty()) {
       return;
     }
-    for (auto& slot : all()) {
-      Arena* self = this;
-      slot.compare_exchange_strong(self, nullptr);
-    }
+    slot_->store(nullptr);
     munmap(base, nbytes);  // the few bytes of this object stay: another thread may be looking for its own arena
   }
 
   std::map<int64_t, int64_t> blocks_;  // that are there: offset -> end
   int64_t used_ = 0;                   // bytes of these
+  std::atomic<Arena*>* slot_ = nullptr;
   bool owned_ = true;
 };
 
 // The arena that an address is in, or null.
 Arena* arena_of(const void* pointer) {
-  for (auto& slot : Arena::all()) {
-    Arena* arena = slot.load(std::memory_order_acquire);
-    if (arena != nullptr && pointer >= arena->base && pointer < arena->base + arena->nbytes) {
-      return arena;
-    }
-  }
-  return nullptr;
+  return Arena::find(
+      [=](const Arena& arena) { return pointer >= arena.base && pointer < arena.base + arena.nbytes; });
 }
 
 struct Tape {
   std::vector<int64_t> start;   // of each instruction's entries, and the end of the last
   std::vector<int64_t> nbytes;  // that each allocation asks for, in order
   std::vector<int64_t> offset;  // that it gets; -1: outside the arena
+
+  int64_t instructions() const {
+    return static_cast<int64_t>(start.size()) - 1;
+  }
 };
 
 // One step of one thread. Without a tape it learns: it writes down what each instruction allocates and frees.
@@ -171,8 +222,8 @@ class Step {
     }
     if (*cursor_ != instruction_) {
       instruction_ = *cursor_;
-      next_ = tape_->start[instruction_];
-      lost_ = false;
+      lost_ = arena_ == nullptr || instruction_ < 0 || instruction_ >= tape_->instructions();
+      next_ = lost_ ? 0 : tape_->start[instruction_];
     }
     if (lost_ || next_ == tape_->start[instruction_ + 1] || tape_->nbytes[next_] != nbytes) {
       lost_ = true;
@@ -217,9 +268,16 @@ class Step {
  private:
   enum Kind : int64_t { kMade = 0, kFreed = 1 };
 
-  void note(Kind kind, int64_t block, int64_t nbytes) {
-    if (learns()) {
+  // What can't be noted for want of memory makes all of it worthless; the step itself goes on.
+  void note(Kind kind, int64_t block, int64_t nbytes) noexcept {
+    if (!learns() || deaf_) {
+      return;
+    }
+    try {
       events_.insert(events_.end(), {*cursor_, kind, block, nbytes});
+    } catch (const std::bad_alloc&) {
+      events_.clear();
+      deaf_ = true;
     }
   }
 
@@ -236,6 +294,7 @@ class Step {
   int64_t placed_ = 0;
   int64_t mismatches_ = 0;
   std::vector<int64_t> events_;
+  bool deaf_ = false;
 };
 
 thread_local Step* stepping = nullptr;  // the innermost step of this thread

@@ -28,6 +28,7 @@ from lowtide.allocator import build
 from lowtide.allocator.build import AllocatorUnavailable
 from lowtide.errors import LowtideError
 
+NO_MEMORY = -3  # kNoMemory in allocator.cpp
 SPARE = 8 * 2**20  # bytes that must be there beside an arena: ops allocate outside it too
 
 
@@ -62,9 +63,14 @@ class Tape:
     """The places of a program's allocations: instruction k has the entries from start[k] to start[k + 1]."""
 
     def __init__(self, start: Sequence[int], nbytes: Sequence[int], offset: Sequence[int]) -> None:
-        library = build.load()
-        instructions = len(start) - 1
-        self.handle = library.lowtide_tape_make(instructions, _numbers(start), _numbers(nbytes), _numbers(offset))
+        library, entries = build.load(), min(len(nbytes), len(offset))
+        self.handle = library.lowtide_tape_make(
+            len(start) - 1, _numbers(start), entries, _numbers(nbytes), _numbers(offset)
+        )
+        if not self.handle:
+            raise ArenaError(
+                f"there is no memory for the places of {entries:,} allocations.", hint="end what else uses the memory."
+            )
         weakref.finalize(self, library.lowtide_tape_drop, self.handle)
 
 
@@ -194,7 +200,10 @@ class Stepping:
         cursor, tape, arena = self._used
         address, _ = cursor.buffer_info()
         library = build.load()
-        if library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address):
+        answer = library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address)
+        if answer == NO_MEMORY:
+            raise ArenaError("there is no memory to begin a step.", hint="end what else uses the memory.")
+        if answer:
             raise AllocatorUnavailable(
                 "torch's CPU allocator can't be replaced: another library has put its own in place.",
                 hint="end what that library does before the step.",

@@ -12,7 +12,6 @@ from lowtide import native
 from lowtide.errors import LowtideError
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
-HEADER = SOURCE.with_name("arena.hpp")
 TORCH = Path(torch.__file__).parent
 NUMBER, NUMBERS, HANDLE = ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 FUNCTIONS: native.Signatures = {
@@ -27,7 +26,7 @@ FUNCTIONS: native.Signatures = {
     "lowtide_arena_map": ([NUMBER], HANDLE),
     "lowtide_arena_unmap": ([HANDLE], None),
     "lowtide_arena_blocks": ([HANDLE], NUMBER),
-    "lowtide_tape_make": ([NUMBER, NUMBERS, NUMBERS, NUMBERS], HANDLE),
+    "lowtide_tape_make": ([NUMBER, NUMBERS, NUMBER, NUMBERS, NUMBERS], HANDLE),
     "lowtide_tape_drop": ([HANDLE], None),
     "lowtide_step_begin": ([NUMBER, HANDLE, HANDLE, HANDLE], NUMBER),
     "lowtide_step_end": ([NUMBER], HANDLE),
@@ -75,5 +74,5 @@ def _library() -> ctypes.CDLL:
         )
     abi = int(torch.compiled_with_cxx11_abi())
     flags = (f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include), f"-L{TORCH / 'lib'}", "-lc10")
-    depends = (torch.__version__, str(torch.version.git_version), HEADER.read_text(encoding="utf-8"))
+    depends = (torch.__version__, str(torch.version.git_version))
     return native.library(SOURCE, FUNCTIONS, what="the allocator", flags=flags, depends=depends)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lowtide.errors import LowtideError, UsageError
+from lowtide.private import keep_fraction
 
 Way = Literal["survey", "eager", "lowtide", "malloc", "checkpoint", "aot_eager", "inductor"]
 PEERS: tuple[Way, ...] = ("malloc", "checkpoint", "aot_eager", "inductor")
@@ -65,9 +66,7 @@ def peers(ways: Sequence[str]) -> list[Contestant]:
 
 def compiled(model: nn.Module, backend: str, fraction: float) -> Any:
     """The model under torch.compile, which may keep this fraction of the activations."""
-    import torch._functorch.config as settings
-
-    settings.activation_memory_budget = fraction
+    keep_fraction(fraction)
     return torch.compile(model, backend=backend)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.capture import optimizer as optimizers
+from lowtide.capture.door import refuse_at_the_door
 from lowtide.capture.trace import Trace
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError
@@ -39,6 +40,7 @@ def capture(
         )
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
+    refuse_at_the_door(step, model, example)
     optimizers.refuse_unknown(optimizer)
     found = Trace(step, model, optimizer, example, numbers=numbers).run()
     for _ in range(TRIES):

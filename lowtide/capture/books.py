@@ -11,11 +11,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.capture.origin import user_line
 from lowtide.errors import CaptureError
 from lowtide.graph import Kind, Op, Read, Value, View
+from lowtide.private import StorageWeakRef, storage_key
 
 
 class Storage:
@@ -59,7 +59,7 @@ class Books:
 
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of this tensor is in the books."""
-        return tensor.untyped_storage()._cdata in self._storages
+        return storage_key(tensor) in self._storages
 
     def update(self, tensor: torch.Tensor, op: int) -> tuple[int, int] | None:
         """A new value for the storage that an op writes to: (new, old); None if this op made one already."""
@@ -113,7 +113,7 @@ class Books:
         handle = self._handles.get(id(tensor))
         if handle is not None:
             return handle
-        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        storage = self._storages.get(storage_key(tensor))
         if storage is None:
             raise CaptureError(
                 f"{user_line()}: the step uses a tensor of shape {tuple(tensor.shape)} that lowtide did not see made.",
@@ -148,9 +148,8 @@ class Books:
         return handle
 
     def new_storage(self, tensor: torch.Tensor, value: int) -> Storage:
-        untyped = tensor.untyped_storage()
-        storage = Storage(self.values[value].storage, StorageWeakRef(untyped), value, tensor)
-        self._storages[untyped._cdata] = storage
+        storage = Storage(self.values[value].storage, StorageWeakRef(tensor.untyped_storage()), value, tensor)
+        self._storages[storage_key(tensor)] = storage
         return storage
 
     def new_value(self, name: str, tensor: torch.Tensor, kind: Kind, *, nbytes: int | None = None) -> int:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide import private
 from lowtide.capture.follow import Follower, is_user_file
 from lowtide.capture.world import World
 from lowtide.errors import CaptureError
 from lowtide.guards import Effect, Guards, Place
+from lowtide.private import FakeTensor
 from lowtide.tree import flatten
 
 NUMBERS = (int, float, torch.SymFloat)
@@ -41,7 +42,7 @@ class Deeds:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """A context in which what user code prints and logs is written down, and not yet done."""
-        printed, logged = builtins.print, logging.Logger._log
+        printed, logged = builtins.print, private.logged()
 
         def note_print(*args: Any, **kwargs: Any) -> None:
             if _from_user():
@@ -56,12 +57,12 @@ class Deeds:
                 self.calls.append((logger.log, (level, message, *args), {}))
 
         builtins.print = note_print
-        logging.Logger._log = note_log  # type: ignore[assignment, method-assign]
+        private.log_by(note_log)
         try:
             yield
         finally:
             builtins.print = printed
-            logging.Logger._log = logged  # type: ignore[method-assign]
+            private.log_by(logged)
 
     def done(self, registries: set[int], guards: Guards) -> Done:
         """All effects; `registries` are mappings of parameters and buffers, which have their own place in a graph."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy
 
+from lowtide import private
 from lowtide.capture.origin import user_line
 from lowtide.capture.recorder import Recorder
 from lowtide.errors import CaptureError
@@ -35,7 +36,7 @@ class Dice:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """A context in which draws are written down; afterwards the generators are as they were."""
-        python, legacy = random._inst, numpy.random.mtrand._rand
+        python, legacy = private.python_generator(), private.numpy_generator()
         states = python.getstate(), legacy.get_state()
         kept = [(numpy.random, name, function) for name, function in _legacy().items()]
         kept += [(random, "random", random.random), (random, "getrandbits", random.getrandbits)]
@@ -59,9 +60,9 @@ class Dice:
     def stand_in(self, value: Any) -> Any:
         """What stands for a function that draws, where code has it under a name of its own; None for all others."""
         owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
-        if owner is random._inst and name in PRIMITIVES:
+        if owner is private.python_generator() and name in PRIMITIVES:
             return getattr(random, name)
-        if owner is numpy.random.mtrand._rand and name in _legacy(bound=False):
+        if owner is private.numpy_generator() and name in _legacy(bound=False):
             return getattr(numpy.random, name)
         return None
 
@@ -84,7 +85,7 @@ class Dice:
 
     def _account(self, states: tuple[Any, Any]) -> None:
         """Refuse draws that were not seen, and generators that were seeded: a replay must end where the step did."""
-        python, legacy = random._inst, numpy.random.mtrand._rand
+        python, legacy = private.python_generator(), private.numpy_generator()
         after = python.getstate(), str(legacy.get_state())
         one, other = random.Random(), numpy.random.RandomState()
         one.setstate(states[0])
@@ -98,7 +99,7 @@ class Dice:
 
 def _legacy(*, bound: bool = True) -> dict[str, Any]:
     """The functions of numpy.random that draw from its global generator."""
-    generator = numpy.random.mtrand._rand
+    generator = private.numpy_generator()
     names = (name for name in dir(generator) if not name.startswith("_") and name not in SETTERS)
     found = {name: getattr(numpy.random, name, None) for name in names}
     return {name: item for name, item in found.items() if not bound or getattr(item, "__self__", None) is generator}

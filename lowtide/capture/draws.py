@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.origin import user_line
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Op, Read
+from lowtide.private import base_name, without_modes
 
 # Comparisons with a number, and what draws from [0, 1).
 COMPARED = {f"aten.{name}.Scalar": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
@@ -97,7 +97,7 @@ def drawn(
     for name, plain, arg in named:
         if not isinstance(plain, torch.Tensor):
             what.append((name, arg))
-        elif func._opname.endswith("_like") or any(plain is item for item in written):  # only its size counts
+        elif base_name(func).endswith("_like") or any(plain is item for item in written):  # only its size counts
             what.append((name, tuple(plain.shape), tuple(plain.stride()), plain.dtype))
         else:
             return None
@@ -129,12 +129,12 @@ def _go(place: int) -> None:
 
 
 def _get_state() -> torch.Tensor:
-    with _disable_current_modes():
+    with without_modes():
         return torch.default_generator.get_state()
 
 
 def _set_state(new_state: torch.Tensor) -> None:
-    with _disable_current_modes():
+    with without_modes():
         torch.default_generator.set_state(new_state)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.capture.origin import user_line
@@ -18,6 +17,7 @@ from lowtide.capture.stand_in import fake_like
 from lowtide.captured import optimizers_of
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.graph import Input
+from lowtide.private import FakeTensorMode, state_maker
 
 # What schedulers change between steps; every other option is a constant of the graph and checked at each call.
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
@@ -91,7 +91,7 @@ def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
             )
         # SGD's first buffer is the gradient itself: -0.0 * momentum + gradient is that, to the bit.
         return {"momentum_buffer": torch.full_like(parameter, -0.0, requires_grad=False)}
-    initialise = getattr(optimizer, "_init_group", None)
+    initialise = state_maker(optimizer)
     if initialise is None:
         raise CaptureError(
             f"{type(optimizer).__name__} has no state yet, and lowtide cannot know what it starts from.",

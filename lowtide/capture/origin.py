@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowtide import private
 from lowtide.graph import Phase
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -93,14 +94,14 @@ class Origins:
 
     def here(self) -> tuple[Phase, str, str]:
         """Phase, module path and source line of the op that is running now."""
-        node = torch._C._current_autograd_node()
+        node = private.current_node()
         if node is not None:
-            module, source = self.by_sequence.get(node._sequence_nr(), ("", ""))
+            module, source = self.by_sequence.get(private.sequence_number(node), ("", ""))
             return "backward", module, source or user_line()
         module = self.stack[-1] if self.stack else ""
         source = user_line()
         if self.updating:
             return "update", module, source
         if torch.is_grad_enabled():
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (module, source))
+            self.by_sequence.setdefault(private.next_sequence_number() - 1, (module, source))
         return "forward", module, source

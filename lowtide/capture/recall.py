@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowtide.capture.stand_in import fake_like
+from lowtide.private import FakeTensor, FakeTensorMode, storage_key, without_dispatch
 
 PLAIN = (int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)  # bool is an int
 UNKNOWN = object()  # not a key, and not a result
@@ -75,7 +75,7 @@ class Recall:
         return made[0] if recipe.kind is None else recipe.kind(made)
 
     def _fake(self, made: _Made, args: tuple[Any, ...]) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             if made.fresh:
                 meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             else:
@@ -169,7 +169,7 @@ def _tensors(args: Any) -> list[FakeTensor]:
 
 
 def _home(tensor: FakeTensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor)
 
 
 def _nbytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:

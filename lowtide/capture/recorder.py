@@ -12,9 +12,8 @@ from collections import Counter
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import private
 from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
@@ -24,15 +23,19 @@ from lowtide.capture.stand_in import fake_like
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
 from lowtide.guards import Comparison, Expression
+from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
 
 aten = torch.ops.aten
 
 IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift.default}
 # Calls that write to arguments without saying so in their schema: argument positions.
-UNDECLARED_WRITES = {aten.native_batch_norm.default: (3, 4)}
+UNDECLARED_WRITES = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
 # Calls that return the same outputs when they are given None for what they update.
 DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
-ACCUMULATES = 2**64 - 1  # the sequence number of autograd's AccumulateGrad nodes
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -41,7 +44,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, fake_mode: FakeTensorMode, origins: Origins, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.backend = torch._C._dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
+        self.backend = private.dispatch_key_for_device(torch.device(device).type)  # of the device's own kernels
         self.fake_mode = fake_mode
         self.recall = Recall(fake_mode)
         self.origins = origins
@@ -70,7 +73,7 @@ class Recorder(TorchDispatchMode):
         node = self._new_scalar(name, integer=isinstance(hint, int))
         node.hint, node.expression = hint, Expression(None, path=path)
         assert node.value is not None
-        return node.value, torch.SymFloat(node)
+        return node.value, private.symbolic(node)
 
     def read_any(self, leaf: torch.Tensor | torch.SymFloat) -> Read:
         """How a result of the step is read: a tensor, made here or not, or a number."""
@@ -123,15 +126,16 @@ class Recorder(TorchDispatchMode):
     def _is_composite(self, func: Any) -> bool:
         """Whether eager runs this call as other calls; most are taken apart before they come here."""
         if func not in self._composites:
-            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            has = private.has_kernel
             own = has(func.name(), self.backend) or has(func.name(), "CompositeExplicitAutograd")
             self._composites[func] = has(func.name(), "CompositeImplicitAutograd") and not own
         return self._composites[func]
 
     def _follow_gradient(self, args: tuple[Any, ...]) -> None:
         """What autograd hands to a parameter is its gradient."""
-        node = torch._C._current_autograd_node()
-        if node is not None and node._sequence_nr() == ACCUMULATES and args and isinstance(args[0], torch.Tensor):
+        node = private.current_node()
+        adds = node is not None and private.sequence_number(node) == private.ACCUMULATES
+        if adds and args and isinstance(args[0], torch.Tensor):
             self.books.mark_gradient(args[0])
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -145,7 +149,7 @@ class Recorder(TorchDispatchMode):
             refuse_data("looks at the contents of a tensor", user_line())
         node = self._new_scalar("item")
         self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (node.value,))
-        return torch.SymFloat(node)
+        return private.symbolic(node)
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
@@ -178,7 +182,7 @@ class Recorder(TorchDispatchMode):
         changes = [self.books.update(tensor, len(self.ops)) for tensor in written]
         updates = tuple(change for change in changes if change is not None)
         outputs: list[int | None] = []
-        base_name = func._schema.name.split("::")[1]
+        base_name = private.base_name(func)
         for item in results:
             if not isinstance(item, torch.Tensor):
                 outputs.append(None)
@@ -219,8 +223,8 @@ class Recorder(TorchDispatchMode):
         """Register the results if all of them are views of the first argument; otherwise say no."""
         if not args or not isinstance(args[0], torch.Tensor):
             return False
-        home = args[0].untyped_storage()._cdata
-        if any(not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata != home for item in results):
+        home = storage_key(args[0])
+        if any(not isinstance(item, torch.Tensor) or storage_key(item) != home for item in results):
             return False
         source = self.books.handle(args[0])
         for number, item in enumerate(results):
@@ -335,7 +339,7 @@ class Recorder(TorchDispatchMode):
         refuse_data(what, user_line())
 
     def _made_kind(self) -> Kind:
-        return "activation gradient" if torch._C._current_autograd_node() is not None else "activation"
+        return "activation gradient" if private.current_node() is not None else "activation"
 
     def _add_op(
         self,
@@ -370,13 +374,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _name_of(func: Any) -> str:
-    return f"{func.namespace}.{func._opname}.{func._overloadname}"
+    return f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that the call writes to."""
     found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(private.schema(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if not declared and position not in UNDECLARED_WRITES.get(func, ()):
             continue
@@ -389,7 +393,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call that may draw random numbers has its dropout at zero."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(private.schema(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given == 0)

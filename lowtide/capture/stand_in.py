@@ -10,14 +10,15 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowtide import private
 from lowtide.errors import CaptureError
+from lowtide.private import FakeTensor, FakeTensorMode
 
 
 def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
     """A fake tensor with the sizes, strides, type and device of a real one."""
-    with torch._C._DisableTorchDispatch():
+    with private.without_dispatch():
         meta = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
     fake: torch.Tensor = FakeTensor(fake_mode, meta, tensor.device)
     with fake_mode:
@@ -32,7 +33,7 @@ def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)
+    private.swap_tensor_impl(one, other)
 
 
 @contextlib.contextmanager

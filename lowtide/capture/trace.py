@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.capture import optimizer as optimizers
 from lowtide.capture.assume import Assumptions, refuse_generators
 from lowtide.capture.deeds import Deeds
@@ -31,6 +24,7 @@ from lowtide.captured import Captured, Integer, Slot, TensorSpec, optimizers_of
 from lowtide.errors import CaptureError
 from lowtide.graph import Graph, Input, Kind, Output
 from lowtide.guards import Guards, Place
+from lowtide.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from lowtide.watch import surroundings
 
 
@@ -48,7 +42,7 @@ def _slots(model: torch.nn.Module, optimizers: tuple[Any, ...]) -> dict[str, Slo
     found: dict[str, Slot] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for registry in (module._parameters, module._buffers):
+        for registry in private.registries(module)[:2]:
             for key, tensor in registry.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
@@ -77,7 +71,7 @@ def _one_device(tensors: Mapping[str, torch.Tensor]) -> str:
 def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that are not plain, dense and free of hooks."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        if isinstance(tensor, FakeTensor) or private.is_traceable_wrapper_subclass(tensor):
             kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
             raise CaptureError(
                 f"{name!r} is a {kind}, a tensor subclass that stands for other tensors.",
@@ -90,7 +84,7 @@ def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name!r}, of shape {tuple(tensor.shape)}, has a history (grad_fn): it belongs to an earlier step.",
                 hint="detach it before you pass it to the step.",
             )
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
             raise CaptureError(
                 f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
                 hint="remove the hook and do its work in the step, after backward().",
@@ -136,8 +130,7 @@ class Trace:
         self.notes = tuple(note for one in self.optimizers for note in optimizers.plain_loop_note(one))
         self.options = tuple(options for one in self.optimizers for options in optimizers.constant_options(one))
         self.around = surroundings()
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.fake_mode.cache_enabled = False  # `Recall` is ours; torch's made graphs depend on what was there before
+        self.fake_mode = private.fake_mode()
         self.origins = Origins(model, self.optimizers)
         self.recorder = Recorder(self.fake_mode, self.origins, self.device)
         self.world = World()

@@ -154,7 +154,7 @@ class World:
             if key not in without:
                 yield item, f"{name}.{key}"
         if isinstance(value, torch.nn.Module):
-            yield from ((child, f"{name}.{key}") for key, child in value._modules.items())
+            yield from ((child, f"{name}.{key}") for key, child in value.named_children())
         if value is not None:
             yield type(value), type(value).__name__
 

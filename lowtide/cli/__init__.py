@@ -13,13 +13,14 @@ from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.train import train
+from lowtide.cli.verify import verify
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Train a PyTorch model inside the memory you have, with the same results to the bit.",
     epilog="Data goes to stdout, talk to stderr. Exit codes: 0; 2 for a wrong call; 3 for a budget that nothing fits; "
-    "4 for a step that can't be captured.",
+    "4 for a step that can't be captured; 5 for a step that is not eager's.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -46,6 +47,7 @@ app.command()(profile)
 app.command()(plan)
 app.command()(curve)
 app.command()(train)
+app.command()(verify)
 app.command()(models)
 bench.app.command()(bench_classics.classics)
 bench.app.command()(bench_plan.plan)

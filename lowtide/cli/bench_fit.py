@@ -20,7 +20,8 @@ from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, talk
 from lowtide.errors import FileError, UsageError
-from lowtide.files import load, save
+from lowtide.files import load, save, shaped
+from lowtide.files.shapes import fields_of, flag, many, mapping, record
 from lowtide.measure import machine
 from lowtide.models import SMALL, catalog
 from lowtide.plan import TIME_LIMIT
@@ -99,6 +100,22 @@ def fit(
     finish(parts if chosen else parts[:2], as_json, markdown)
 
 
+RACES = record(
+    {
+        "asked": mapping(lambda data: data),
+        "races": mapping(
+            record(
+                {
+                    "targets": many(fields_of(fits.Survey, ok=flag)),
+                    "rows": many(fields_of(fits.Cell, ok=flag)),
+                    "peers": many(fields_of(fits.Verdict, ok=flag, faster=flag, smaller=flag)),
+                }
+            )
+        ),
+    }
+)
+
+
 class _Kept:
     """The races of each target, in a file too where one is named: hours of them survive an interrupt."""
 
@@ -110,11 +127,11 @@ class _Kept:
         if not path.exists():
             self._save()  # fails now if it can't be written, not after the first race
             return
-        held = load(path, KIND)
+        held = shaped(path, load(path, KIND), RACES, kind="races", hint="keep them in another file.")
         if differs := [name for name in asked if held["asked"].get(name) != asked[name]]:
             name = differs[0]
             raise FileError(
-                f"{path} keeps races with {name} {held['asked'].get(name)}, not {asked[name]}.",
+                f"{path} keeps races with {name} {str(held['asked'].get(name))[:60]}, not {asked[name]}.",
                 hint="race as before, or keep these in another file.",
             )
         self.races = held["races"]
@@ -174,8 +191,8 @@ def _cells(rows: list[Row], percents: Sequence[float], chosen: Sequence[Contesta
     glance = [
         [
             target,
-            show_seconds(found[target, "eager"]["seconds"]),
-            *(_glance(found[target, name]) for name in columns),
+            _seconds(found.get((target, "eager"))),
+            *(_glance(found.get((target, name))) for name in columns),
         ]
         for target in targets
     ]
@@ -206,9 +223,13 @@ def _cells(rows: list[Row], percents: Sequence[float], chosen: Sequence[Contesta
     return Part("rows", rows, tables, "Own part of the metered peak @ time of a step, both of eager's", lines)
 
 
-def _glance(row: Row) -> str:
+def _seconds(row: Row | None) -> str:
+    return "-" if row is None or row["seconds"] is None else show_seconds(row["seconds"])
+
+
+def _glance(row: Row | None) -> str:
     """A cell in a few characters: `.63 @ 1.23`."""
-    if row["time_ratio"] is None:
+    if row is None or row["time_ratio"] is None or row["own"] is None:
         return "-"
     return f"{row['own']:.2f} @ {row['time_ratio']:.2f}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from lowtide.errors import FileError, UsageError
+from lowtide.files.disk import advice, settle
 
 FORMAT = "lowtide checkpoint 1"
+RESUME = "--resume takes what --save wrote."
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,24 @@ class Checkpoint:
             model.load_state_dict(self.model)
             for name, buffer in self.buffers.items():
                 module, _, key = name.rpartition(".")
-                setattr(model.get_submodule(module), key, buffer)
+                owner = model.get_submodule(module)
+                if key not in owner._buffers:
+                    raise KeyError(f"{name} is no buffer")
+                setattr(owner, key, buffer.clone())
             for name, gradient in self.gradients.items():
-                model.get_parameter(name).grad = gradient
+                model.get_parameter(name).grad = gradient.clone()
             if self.optimizer is not None:
                 optimizer.load_state_dict(self.optimizer)
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 for number, parameter in enumerate(parameters):
                     if number in self.optimizer["state"]:  # load_state_dict may have rounded it
-                        optimizer.state[parameter].update(self.optimizer["state"][number])
-        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                        optimizer.state[parameter].update(_copied(self.optimizer["state"][number]))
+            torch.set_rng_state(self.generator)
+        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the checkpoint does not fit {self.target}: {reason}", hint="was the model changed since?"
             ) from error
-        torch.set_rng_state(self.generator)
 
     def write(self, path: Path) -> None:
         """Replace the file by this checkpoint, once that is complete, on the disk and proven to be readable."""
@@ -91,9 +96,12 @@ class Checkpoint:
                 except BaseException:
                     partial.unlink(missing_ok=True)
                     raise
+            settle(path.parent)
         except FileExistsError as error:
             raise FileError(f"another run is saving to {path}.", hint="give each run a file of its own.") from error
-        except (OSError, RuntimeError, TypeError, AttributeError, pickle.PickleError) as error:
+        except OSError as error:
+            raise FileError(f"cannot save {path}: {error.strerror or error}", hint=advice(error)) from error
+        except (RuntimeError, TypeError, AttributeError, pickle.PickleError) as error:
             raise FileError(f"cannot save {path}: {error}") from error
 
 
@@ -129,19 +137,67 @@ def made_with() -> str:
 def read(path: Path) -> Checkpoint:
     """Read what `write` wrote, or say why this file is not it."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch itself does not look at the checksums
-        payload = None if damaged else torch.load(path, weights_only=True)
+        damaged = _damaged(path)  # torch itself does not look at the checksums
+        # Mapped, a tensor that says that it is larger than it was saved meets the end of the file, not of the memory.
+        payload = None if damaged else torch.load(path, weights_only=True, mmap=True)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}.", hint="--resume takes what --save wrote.") from error
-    except (zipfile.BadZipFile, RuntimeError, EOFError, pickle.PickleError) as error:
-        raise UsageError(f"{path} is damaged, or no checkpoint.", hint="--resume takes what --save wrote.") from error
+        raise UsageError(f"cannot read {path}: {error.strerror or error}.", hint=RESUME) from error
+    except Exception as error:  # readers of archives and pickles raise whatever the bytes lead them to
+        raise UsageError(f"{path} is damaged, or no checkpoint.", hint=RESUME) from error
     if damaged:
         raise UsageError(f"{path} is damaged: {damaged} does not match its checksum.", hint="take an older one.")
-    names = {field.name for field in fields(Checkpoint)}
-    if not isinstance(payload, dict) or payload.get("format") != FORMAT or not names <= payload.keys():
-        raise UsageError(f"{path} is no checkpoint of this lowtide.", hint="--resume takes what --save wrote.")
-    return Checkpoint(**{name: payload[name] for name in names})
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT or not FIELDS.keys() <= payload.keys():
+        raise UsageError(f"{path} is no checkpoint of this lowtide.", hint=RESUME)
+    for name, fits in FIELDS.items():
+        if not fits(payload[name]):
+            raise UsageError(f"{path} is no checkpoint of this lowtide: its {name} is something else.", hint=RESUME)
+    return Checkpoint(**{name: payload[name] for name in FIELDS})
+
+
+def _damaged(path: Path) -> str | None:
+    """The first member of an archive that is not as it was written."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                return member.filename  # torch stores its members as they are; one that is packed may be endless
+        return archive.testzip()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter in memory of its own: what was read is mapped from the file."""
+    return {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in state.items()}
+
+
+def _named(data: Any) -> bool:
+    return isinstance(data, Mapping) and all(type(name) is str for name in data)
+
+
+def _tensors(data: Any) -> bool:
+    return _named(data) and all(isinstance(item, torch.Tensor) for item in data.values())
+
+
+def _optimizer(data: Any) -> bool:
+    return data is None or (
+        _named(data)
+        and isinstance(data.get("state"), Mapping)
+        and all(isinstance(state, Mapping) for state in data["state"].values())
+        and isinstance(data.get("param_groups"), list)
+        and all(_named(group) for group in data["param_groups"])
+    )
+
+
+FIELDS: Mapping[str, Callable[[Any], bool]] = {  # what each field of a file must be
+    "target": lambda data: type(data) is str,
+    "data": lambda data: data is None or type(data) is str,
+    "seed": lambda data: type(data) is int and -(2**63) <= data < 2**64,
+    "losses": lambda data: type(data) is list and all(loss is None or type(loss) is float for loss in data),
+    "model": _named,
+    "buffers": _tensors,
+    "gradients": _tensors,
+    "optimizer": _optimizer,
+    "generator": lambda data: isinstance(data, torch.Tensor) and data.dtype == torch.uint8 and data.dim() == 1,
+    "made_with": lambda data: type(data) is str,
+}
 
 
 def make_room(path: Path) -> None:

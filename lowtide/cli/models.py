@@ -106,7 +106,7 @@ def _width(title: str, cells: list[str]) -> int:
 
 
 def _options(options: Mapping[str, Option]) -> str:
-    return ", ".join(key if option.default is None else f"{key}={option.default}" for key, option in options.items())
+    return ", ".join(key if option.default is None else f"{key}={option.text}" for key, option in options.items())
 
 
 def _block(head: str, lines: list[str]) -> Text:

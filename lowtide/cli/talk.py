@@ -12,6 +12,7 @@ from typing import Any, ParamSpec
 
 import typer
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lowtide.errors import LowtideError
@@ -75,6 +76,18 @@ def working(what: str) -> Iterator[None]:
     console = talk()
     with redirect_stdout(sys.stderr), console.status(f"{what}...") if console.is_terminal else nullcontext():
         yield
+
+
+@contextmanager
+def telling(what: str) -> Iterator[Callable[[str], None]]:
+    """A line in a terminal that says what was done last."""
+    console = talk()
+    with redirect_stdout(sys.stderr):
+        if not console.is_terminal:
+            yield lambda message: None
+            return
+        with console.status(what) as status:
+            yield lambda message: status.update(escape(message))
 
 
 @contextmanager

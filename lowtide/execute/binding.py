@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.captured import Captured, Integer, TensorSpec
 from lowtide.errors import BatchError
 from lowtide.execute.effects import repeat
@@ -117,7 +117,7 @@ class Binding:
                 slot.holder[slot.key] = tensor
         if self.updates:
             for optimizer in captured.optimizers:
-                optimizer._opt_called = True  # what schedulers look at
+                private.mark_stepped(optimizer)
         results, left = captured.results.build([_result(leaf, outputs) for leaf in captured.result_leaves])
         repeat(captured.effects, left)
         return results

@@ -1,6 +1,13 @@
-"""What a step that failed half-way had done, so that nobody goes on with a model that is between two steps unawares."""
+"""What a step that failed half-way had done, so that nobody goes on with a model that is between two steps unawares.
+
+The generator is put back where no parameter was updated. Buffers are not, such as the statistics of a batch norm: that
+would take a copy of them at every step, bytes that the plan has not, for something that hardly ever happens. They are
+named instead, and nobody is told that the step can be repeated.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -8,6 +15,8 @@ from lowtide.errors import LowtideError, StepError
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
 from lowtide.program import Program, Run
+
+NAMED = 3  # buffers of which an error says the name
 
 
 def failed(graph: Graph, program: Program, reached: int, error: BaseException, state: bytes | None) -> None:
@@ -19,22 +28,14 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
     if reached < 0 and isinstance(error, LowtideError):
         return  # it has its own words, and nothing was changed
     interrupted = not isinstance(error, Exception)
-    written = _written(graph, program, reached + interrupted)
-    parameters = tuple(dict.fromkeys(name for kind, name in written if kind in ("parameter", "state")))
-    buffers = tuple(name for kind, name in written if kind == "buffer")
-    gradients = tuple(name for kind, name in written if kind == "gradient")
+    written = _written(graph, program, reached, interrupted=interrupted)
+    parameters, buffers, gradients = (
+        tuple(dict.fromkeys(name for kind, name in written if kind in kinds))
+        for kinds in (("parameter", "state"), ("buffer",), ("gradient",))
+    )
     if state is not None and not parameters:
         torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    total = sum(graph.values[item.value].kind == "parameter" for item in graph.inputs)
-    what = "No parameter and no optimizer state was changed"
-    hint = "the step can be repeated."
-    if gradients:
-        hint = "clear the gradients before the step is repeated."
-    if parameters:
-        what = f"{len(parameters)} of {total} parameters were updated already"
-        hint = "the model is between two steps: load the last checkpoint before going on."
-    also = [f"{len(names)} {noun}" for names, noun in ((buffers, "buffers"), (gradients, "gradients")) if names]
-    what += f"; {' and '.join(also)} were" if also else ""
+    what, hint = _damage(graph, parameters, buffers, gradients)
     message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached)}"
     if interrupted:
         error.add_note(f"{message}. {what}: {hint}")
@@ -47,6 +48,30 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
     ) from error
 
 
+def _damage(
+    graph: Graph, parameters: Sequence[str], buffers: Sequence[str], gradients: Sequence[str]
+) -> tuple[str, str]:
+    """What was changed, and what to do about it."""
+    total = sum(graph.values[item.value].kind == "parameter" for item in graph.inputs)
+    what = "No parameter and no optimizer state was changed"
+    hint = "the step can be repeated."
+    if buffers:
+        hint = "put the buffers back (from the last checkpoint) before the step is repeated: they have had this batch."
+    if gradients:
+        hint = "clear the gradients before the step is repeated, and add up those of earlier batches anew."
+        hint += " Put the buffers back, too: they have had this batch." if buffers else ""
+    if parameters:
+        what = f"{len(parameters)} of {total} parameters were updated already"
+        hint = "the model is between two steps: load the last checkpoint before going on."
+    also = [
+        f"{len(names)} {noun}{'s' if len(names) > 1 else ''}"
+        for names, noun in ((buffers, "buffer"), (gradients, "gradient"))
+        if names
+    ]
+    some = f" ({', '.join(buffers[:NAMED])}{', ...' if len(buffers) > NAMED else ''})" if buffers else ""
+    return what + (f"; {' and '.join(also)} were{some}" if also else ""), hint
+
+
 def let_go(error: BaseException) -> None:
     """Free the tensors of a step that failed: its error holds the frame that they are in."""
     trace = error.__traceback__
@@ -56,14 +81,20 @@ def let_go(error: BaseException) -> None:
         trace = trace.tb_next
 
 
-def _written(graph: Graph, program: Program, reached: int) -> list[tuple[str, str]]:
-    """The kind and name of each input that the instructions before this one wrote to or, of a gradient, used up."""
+def _written(graph: Graph, program: Program, reached: int, *, interrupted: bool) -> list[tuple[str, str]]:
+    """The kind and name of each input that the step wrote to or, of a gradient, used up.
+
+    The op that it came to counts if it was interrupted, which happens after ops, or if it writes to several inputs: it
+    may have failed between two of them.
+    """
     inputs = {item.value: item for item in graph.inputs}
     owner = {graph.values[value].storage: item for value, item in inputs.items()}
     found = []
-    for instruction in program.instructions[: max(0, reached)]:
+    for number, instruction in enumerate(program.instructions[: max(0, reached + 1)]):
         if isinstance(instruction, Run) and not instruction.again:
-            found += [owner[graph.values[old].storage] for _, old in graph.effects[instruction.op]]
+            effects = graph.effects[instruction.op]
+            if number < reached or interrupted or len(effects) > 1:
+                found += [owner[graph.values[old].storage] for _, old in effects]
     if reached >= 0:  # gradients that the step uses up belong to it from its start
         found += [item for item in inputs.values() if not item.stays]
     return list(dict.fromkeys((graph.values[item.value].kind, str(item.path[0])) for item in found))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
+from lowtide import kernels, private
 from lowtide.captured import Captured
 from lowtide.errors import BatchError, UsageError
 from lowtide.execute.binding import StaleError
@@ -43,20 +43,22 @@ class Halves(Runner):
 class Half:
     """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
 
+    _stack: ExitStack | None = None  # one that is not made yet, or was interrupted before, holds nothing
+    _program: Generator[list[Any], list[Any], list[Any]] | None = None
+
     def __init__(self, runner: Halves, batch: tuple[Any, ...]) -> None:
         self.captured = runner.captured
         self.outputs: list[Any] = []  # what the step hands over
         self._runner = runner
-        self._stack = ExitStack()
-        self._program: Generator[list[Any], list[Any], list[Any]] | None = None
+        self._stack = stack = ExitStack()
         self._before = len(runner.program.instructions)
         self._cursor = array("q", [self._before])
         inputs = runner._inputs(batch)
         needed = [(name, inputs[place]) for place, name in runner.inputs_again]
         try:
-            self._context = runner._arrange(self._stack, self._cursor)
-            self._program = runner._begin(inputs, self._stack, self._cursor)
-            with torch._C._AutoDispatchBelowAutograd():
+            self._context = runner._arrange(stack, self._cursor)
+            self._program = runner._begin(inputs, stack, self._cursor)
+            with torch.enable_grad(), private.below_autograd():
                 self.outputs = next(self._program)
             if self._context is not None:
                 self._context.pause()
@@ -65,7 +67,7 @@ class Half:
             self._failed(error, runner._state)
             raise
         needed += [("an output of the model", self.outputs[place]) for place in runner.outputs_again]
-        self._needed = [(name, tensor, tensor._version) for name, tensor in needed]
+        self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
@@ -74,12 +76,18 @@ class Half:
                 "this step has had its backward already, or failed.",
                 hint="what it held is gone: run the forward again. retain_graph does not keep it.",
             )
+        if torch.is_autocast_enabled(torch.device(self.captured.graph.device).type):
+            raise UsageError(
+                "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
+                hint="call backward() after the autocast block, as torch advises.",
+            )
         self._unchanged()
         found = [_strided(tensor, stride) for tensor, stride in zip(given, self._runner.given, strict=True)]
         if self._context is not None:
             self._context.resume(sum(tensor.nbytes for tensor in found))
         try:
-            with torch._C._AutoDispatchBelowAutograd():
+            # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
+            with torch.enable_grad(), private.below_autograd():
                 self._program.send(found)
         except StopIteration as end:
             result = self._runner._binding.leave(end.value)
@@ -96,7 +104,8 @@ class Half:
         program, self._program = self._program, None
         if program is not None:
             program.close()
-        self._stack.close()
+        if self._stack is not None:
+            self._stack.close()
         self.outputs = []
         self._needed = []
 
@@ -106,7 +115,7 @@ class Half:
     def _unchanged(self) -> None:
         """What the second half reads must be what the first half read, as autograd demands it, too."""
         for name, tensor, version in self._needed:
-            if tensor._version != version:
+            if private.version_of(tensor) != version:
                 raise UsageError(
                     f"{name} was changed in place between forward and backward, which needs it as it was.",
                     hint="make a new tensor instead (y = y + 1), or change it after backward().",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowtide import allocator
+from lowtide import allocator, private
 from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import POOL, ArenaError, Step, Stepping, Tape, stepping
 from lowtide.budget import allowance
@@ -70,7 +70,7 @@ class Runner:
         try:
             with stack:
                 context = self._arrange(stack, self._cursor)
-                with torch._C._AutoDispatchBelowAutograd():
+                with private.below_autograd():
                     outputs = self._begin(inputs, stack, self._cursor)
             result = self._binding.leave(outputs)
         except BaseException as error:

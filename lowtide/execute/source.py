@@ -18,7 +18,8 @@ from lowtide import kernels
 from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
 from lowtide.graph import Arg, Constant, Graph, Op, Read
-from lowtide.program import Copy, Free, Program, Run, Wait
+from lowtide.private import bare_kernel
+from lowtide.program import Copy, Free, Program, Run, Wait, exists
 
 FILE = "<lowtide program>"  # as which tracebacks name it
 
@@ -27,6 +28,11 @@ def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
     """The function that runs the program on a list of inputs, and its source."""
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
+    if graph.fault is not None:
+        raise ProgramError("unsound", f"the graph can't be run: {graph.fault}.")
+    for number, instruction in enumerate(program.instructions):
+        if not exists(instruction, graph):
+            raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
     writer = _Writer(graph, program)
     source = writer.write()
     namespace = dict(writer.names)
@@ -42,6 +48,16 @@ class _Tensor:
     views: dict[Any, str] = field(default_factory=dict)
 
 
+@dataclass
+class _Home:
+    """The caller's own storage of an input."""
+
+    name: str  # the variable that holds it
+    content: int  # the value whose content is there; it stays when the value is freed, for nobody else writes there
+    stays: bool  # the caller still holds it after the step
+    comes: int = -1  # the last instruction that copies a value back to it
+
+
 class _Writer:
     """Writes the source of one program."""
 
@@ -53,6 +69,7 @@ class _Writer:
         self.known: dict[Any, str] = {}  # kernel or constant -> its global name
         self.held: dict[int, _Tensor] = {}  # value on the device -> its variable
         self.count = 0
+        self.homes: dict[int, _Home] = {}  # the caller's storages
         self.repeats: defaultdict[int, int] = defaultdict(int)  # random op -> repeated runs that are still to come
         for instruction in program.instructions:
             if isinstance(instruction, Run) and instruction.again and graph.ops[instruction.op].random:
@@ -61,6 +78,12 @@ class _Writer:
     def write(self) -> str:
         for item in self.graph.inputs:
             self.held[item.value] = _Tensor(self.fresh())
+            storage = self.graph.values[item.value].storage
+            self.homes[storage] = _Home(self.held[item.value].name, item.value, item.stays)
+        for number, instruction in enumerate(self.program.instructions):
+            match instruction:
+                case Copy(value, "device", -1) if self.graph.values[value].storage in self.homes:
+                    self.homes[self.graph.values[value].storage].comes = number
         inputs = "".join(f"{self.held[item.value].name}, " for item in self.graph.inputs)
         self.emit(f"({inputs}) = inputs" if inputs else "pass")
         self.emit("inputs.clear()")
@@ -71,14 +94,14 @@ class _Writer:
                 case Run():
                     self.run(instruction)
                 case Free(value, "device"):
-                    self.drop(value)
+                    self.drop(value, number)
                 case Free(value, place):
                     self.emit(f"places.free({value}, {place!r})")
-                case Copy(value, "device"):
-                    self.held[value] = _Tensor(self.fresh())
-                    self.emit(f"{self.held[value].name} = places.load({value})")
+                case Copy(value, "device", offset):
+                    self.load(value, offset)
                 case Copy(value, place):
-                    self.emit(f"places.store({value}, {place!r}, {self.held[value].name})")
+                    part = self.graph.values[value].storage in self.graph.lasting_storages
+                    self.emit(f"places.store({value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
         results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
@@ -103,7 +126,7 @@ class _Writer:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
             overload, out = found or _no_overwriter(op)
-            target, results = self.constant(overload._op), ""
+            target, results = self.constant(bare_kernel(overload)), ""
             arguments += [] if out is None else [f"{out}={onto.name}"]
         call = f"{target}({', '.join(arguments)})" if target else f"yield {arguments[1]} + {arguments[2]}"
         self.draw(instruction, f"{results} = {call}" if results else call)
@@ -111,9 +134,15 @@ class _Writer:
             self.emit("del _")
         for new, old in op.updates:
             if old not in skipped:
-                self.held[new] = updated[old]
                 if over.get(new) == old:
                     del self.held[old]
+                elif new in self.held:  # made a second time, and dropped
+                    self.emit(f"del {', '.join([updated[old].name, *updated[old].views.values()])}")
+                    continue
+                self.held[new] = updated[old]
+                home = self.homes.get(self.graph.values[old].storage)
+                if home is not None and home.name == updated[old].name:
+                    home.content = new
 
     def results(self, op: Op, over: dict[int, int]) -> tuple[str, _Tensor | None]:
         """The left side of the call, and the tensor that it must write to when its result sits on an argument."""
@@ -140,7 +169,7 @@ class _Writer:
         if (value.shape, value.stride) == (self.graph.values[old].shape, self.graph.values[old].stride):
             return before
         made = _Tensor(self.fresh())
-        view = self.constant(torch.ops.aten.as_strided.default._op)
+        view = self.constant(bare_kernel(torch.ops.aten.as_strided.default))
         self.emit(f"{made.name} = {view}({before.name}, {list(value.shape)}, {list(value.stride)}, 0)")
         made.views["before"] = before.name  # the old names go when the new value goes
         made.views.update((("before", key), name) for key, name in before.views.items())
@@ -167,13 +196,34 @@ class _Writer:
     def clone(self, value: int) -> _Tensor:
         """A copy of a value that an op is about to write to while somebody still needs it."""
         made = _Tensor(self.fresh())
-        clone = self.constant(torch.ops.aten.clone.default._op)
+        clone = self.constant(bare_kernel(torch.ops.aten.clone.default))
         self.emit(f"{made.name} = {clone}({self.held[value].name})")
         return made
 
-    def drop(self, value: int) -> None:
-        tensor = self.held.pop(value)
-        self.emit(f"del {', '.join([tensor.name, *tensor.views.values()])}")
+    def drop(self, value: int, now: int) -> None:
+        """Let go of a value; the caller's own storage keeps its name while something will be copied back to it."""
+        tensor, storage = self.held.pop(value), self.graph.values[value].storage
+        names = [tensor.name, *tensor.views.values()]
+        home = self.homes.get(storage)
+        if home is not None and home.name == tensor.name:
+            if not home.stays:
+                del self.homes[storage]
+            elif home.comes > now:
+                names.remove(home.name)
+        if names:
+            self.emit(f"del {', '.join(names)}")
+
+    def load(self, value: int, offset: int) -> None:
+        """Copy a value to the device: to the caller's own storage if it is of one and not for the arena, or anew."""
+        home = self.homes.get(self.graph.values[value].storage) if offset < 0 else None
+        if home is None:
+            self.held[value] = _Tensor(self.fresh())
+            self.emit(f"{self.held[value].name} = places.load({value})")
+            return
+        self.held[value] = _Tensor(home.name)
+        if home.content != value:
+            self.emit(f"places.load_home({value}, {home.name})")
+            home.content = value
 
     def argument(self, arg: Arg, updated: dict[int, _Tensor], skipped: set[int]) -> str:
         """An argument as source."""
@@ -186,9 +236,11 @@ class _Writer:
                 return self.constant(kernels.constant(family, name))
             case tuple():
                 return "[" + ", ".join(self.argument(item, updated, skipped) for item in arg) + "]"
+            case str() | complex():
+                return self.constant(arg)
             case float() if not math.isfinite(arg):
-                return f"float({str(arg)!r})"
-            case _:
+                return self.constant(arg)
+            case _:  # a number that is plain, and so written as it is
                 return repr(arg)
 
     def read(self, read: Read) -> str:
@@ -196,29 +248,37 @@ class _Writer:
 
     def seen(self, tensor: _Tensor, view: int | None) -> str:
         """The variable that holds this view of the tensor, made when it is first needed."""
-        if view is None:
-            return tensor.name
-        if view not in tensor.views:
-            item = self.graph.views[view]
-            parent = self.seen(tensor, item.parent)
-            args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
-            call = f"{self.constant(kernels.kernel(item.target))}({args})"
-            if item.item is not None:
-                whole = (item.parent, item.target, item.args)
-                if whole not in tensor.views:
-                    tensor.views[whole] = self.fresh()
-                    self.emit(f"{tensor.views[whole]} = {call}")
-                call = f"{tensor.views[whole]}[{item.item}]"
-            tensor.views[view] = self.fresh()
-            self.emit(f"{tensor.views[view]} = {call}")
+        missing = []
+        while view is not None and view not in tensor.views:
+            missing.append(view)
+            view = self.graph.views[view].parent
+        name = tensor.name if view is None else tensor.views[view]
+        for number in reversed(missing):
+            name = self.see(tensor, number, name)
+        return name
+
+    def see(self, tensor: _Tensor, view: int, parent: str) -> str:
+        """Make one view from its parent's variable."""
+        item = self.graph.views[view]
+        args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
+        call = f"{self.constant(kernels.kernel(item.target))}({args})"
+        if item.item is not None:
+            whole = (item.parent, item.target, item.args)
+            if whole not in tensor.views:
+                tensor.views[whole] = self.fresh()
+                self.emit(f"{tensor.views[whole]} = {call}")
+            call = f"{tensor.views[whole]}[{item.item}]"
+        tensor.views[view] = self.fresh()
+        self.emit(f"{tensor.views[view]} = {call}")
         return tensor.views[view]
 
     def constant(self, thing: Any) -> str:
         """The global name of a kernel or constant."""
-        if thing not in self.known:
-            self.known[thing] = f"k{len(self.known)}"
-            self.names[self.known[thing]] = thing
-        return self.known[thing]
+        key = (type(thing), repr(thing)) if isinstance(thing, str | float | complex) else thing  # 0.0 equals -0.0
+        if key not in self.known:
+            self.known[key] = f"k{len(self.known)}"
+            self.names[self.known[key]] = thing
+        return self.known[key]
 
     def fresh(self) -> str:
         self.count += 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
+import re
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.errors import ProgramError
+from lowtide.graph.targets import refusal, unknown_constant
 from lowtide.kernels.own import quicker
+from lowtide.private import bare_kernel, base_name, flop_registry, overload_name, schema
 
-OPERATORS = frozenset({"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos", "abs"})
-FAMILIES = frozenset({"dtype", "layout", "memory_format"})
+# What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
+TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
 
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
 # writes to a mark, so it runs once; it counts as random, so that all draws before it stay before it; and what it reads
@@ -30,30 +33,45 @@ def turn(mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Ten
     return [torch.empty_like(output) for output in outputs]
 
 
+@cache
 def overload(target: str) -> Any:
-    """The overload of torch.ops that a target names, such as `aten.mm.default`."""
+    """The overload of torch.ops that a target names, such as `aten.mm.default`, if a graph may call it."""
+    if (why := refusal(target)) is not None:
+        raise ProgramError("no such", why)
     namespace, name, variant = target.split(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), variant)
-    except AttributeError as error:
+        found = getattr(getattr(getattr(torch.ops, namespace), name), variant)
+        torch._C._dispatch_find_schema_or_throw(*_dispatched(found))  # torch.ops has more than the dispatcher
+    except (AttributeError, RuntimeError) as error:
         raise ProgramError("no such", f"this torch has no op {target}") from error
+    for argument in found._schema.arguments:
+        if (kind := re.sub(r"Optional\[|List\[|\]", "", str(argument.type))) not in TAKEN:
+            raise ProgramError("no such", f"{target} may not be called: it takes a {kind}")
+    return found
+
+
+def _dispatched(found: Any) -> tuple[str, str]:
+    """The name and the overload of an op, as the dispatcher has them."""
+    if not isinstance(found, torch._ops.OpOverload):
+        raise AttributeError("no overload of an op")
+    return found._schema.name, found._schema.overload_name
 
 
 def kernel(target: str) -> Any:
     """What the generated code calls for a target: torch's kernel, or one of ours that gives the same bits sooner."""
     namespace, _, name = target.partition(".")
     if namespace == "operator":
-        if name not in OPERATORS:
-            raise ProgramError("no such", f"no scalar op {target}")
+        if (why := refusal(target)) is not None:
+            raise ProgramError("no such", why)
         return getattr(operator, name)
-    return quicker(target) or overload(target)._op
+    return quicker(target) or bare_kernel(overload(target))
 
 
 def returns_one(target: str) -> bool:
     """Whether the call returns one thing rather than a tuple or a list."""
     if target.startswith("operator."):
         return True
-    returns = overload(target)._schema.returns
+    returns = schema(overload(target)).returns
     return len(returns) == 1 and str(returns[0].type) != "List[Tensor]"
 
 
@@ -65,18 +83,18 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
     if not target.startswith("aten."):
         return None
     functional = overload(target)
-    arguments = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    arguments = [(a.name, str(a.type)) for a in schema(functional).arguments]
     if itself:
-        packet = getattr(torch.ops.aten, functional._opname + "_", None)
-        variant = None if packet is None else getattr(packet, functional._overloadname, None)
-        if variant is None or [(a.name, str(a.type)) for a in variant._schema.arguments] != arguments:
+        packet = getattr(torch.ops.aten, base_name(functional) + "_", None)
+        variant = None if packet is None else getattr(packet, overload_name(functional), None)
+        if variant is None or [(a.name, str(a.type)) for a in schema(variant).arguments] != arguments:
             return None
         return variant, None
-    packet = getattr(torch.ops.aten, functional._opname)
+    packet = getattr(torch.ops.aten, base_name(functional))
     for name in packet.overloads():
         variant = getattr(packet, name)
-        outs = [a for a in variant._schema.arguments if a.is_out]
-        if len(outs) == 1 and [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out] == arguments:
+        outs = [a for a in schema(variant).arguments if a.is_out]
+        if len(outs) == 1 and [(a.name, str(a.type)) for a in schema(variant).arguments if not a.is_out] == arguments:
             return variant, outs[0].name
     return None
 
@@ -88,8 +106,9 @@ def is_product(target: str) -> bool:
 
 def constant(family: str, name: str) -> Any:
     """A name of the tensor library."""
-    if family == "device":
-        return torch.device(name)
-    if family not in FAMILIES:
-        raise ProgramError("no such", f"no constant of family {family}")
-    return getattr(torch, name)
+    if (why := unknown_constant(family, name)) is not None:
+        raise ProgramError("no such", why)
+    try:
+        return torch.device(name) if family == "device" else getattr(torch, name)
+    except (AttributeError, RuntimeError) as error:
+        raise ProgramError("no such", f"this torch has no {family} {name}") from error

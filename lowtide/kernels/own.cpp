@@ -10,9 +10,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EACH_PROCESSOR
@@ -200,39 +199,48 @@ INLINE int64_t inside(int64_t start, int64_t dilation) {
   return start >= 0 ? start : start + (-start + dilation - 1) / dilation * dilation;
 }
 
-FOR_EACH_PROCESSOR void max_pool(const Pool& pool, int64_t number) {
-  std::vector<int32_t> places(pool.out_width);
-  int32_t* place = places.data();
+constexpr int64_t kAtATime = 512;  // places that are kept beside the results: no row is too long for the stack
+
+// The places of a row of windows, from one to before another.
+FOR_EACH_PROCESSOR void pool_row(const Pool& pool, int64_t number, int64_t line, int64_t from, int64_t to) {
+  int32_t place[kAtATime];
   const int64_t step = pool.stride[1];
   const float* plane = pool.input + number * pool.height * pool.width;
+  const int64_t top = line * pool.stride[0] - pool.padding[0];
+  const int64_t row_start = (number * pool.out_height + line) * pool.out_width + from, count = to - from;
+  float* most = pool.out + row_start;
+  for (int64_t x = 0; x < count; ++x) {
+    const int64_t left = inside((from + x) * step - pool.padding[1], pool.dilation[1]);
+    most[x] = -std::numeric_limits<float>::infinity();
+    place[x] = static_cast<int32_t>(inside(top, pool.dilation[0]) * pool.width + left);
+  }
+  for (int64_t i = 0; i < pool.kernel[0]; ++i) {
+    const int64_t y = top + i * pool.dilation[0];
+    if (y < 0 || y >= pool.height) {
+      continue;
+    }
+    const float* row = plane + y * pool.width;
+    for (int64_t j = 0; j < pool.kernel[1]; ++j) {
+      const int64_t offset = from * step + j * pool.dilation[1] - pool.padding[1];
+      const int64_t first = offset >= 0 ? 0 : (-offset + step - 1) / step;
+      const int64_t last = std::min(count, offset >= pool.width ? 0 : (pool.width - 1 - offset) / step + 1);
+      const int32_t at = static_cast<int32_t>(y * pool.width + offset);
+      for (int64_t x = first; x < last; ++x) {
+        const float value = row[offset + x * step];
+        const bool better = (value > most[x]) | (value != value);
+        most[x] = better ? value : most[x];
+        place[x] = better ? at + static_cast<int32_t>(x * step) : place[x];
+      }
+    }
+  }
+  std::copy(place, place + count, pool.where + row_start);
+}
+
+void max_pool(const Pool& pool, int64_t number) {
   for (int64_t line = 0; line < pool.out_height; ++line) {
-    const int64_t top = line * pool.stride[0] - pool.padding[0];
-    float* most = pool.out + (number * pool.out_height + line) * pool.out_width;
-    for (int64_t x = 0; x < pool.out_width; ++x) {
-      const int64_t left = inside(x * step - pool.padding[1], pool.dilation[1]);
-      most[x] = -std::numeric_limits<float>::infinity();
-      place[x] = static_cast<int32_t>(inside(top, pool.dilation[0]) * pool.width + left);
+    for (int64_t from = 0; from < pool.out_width; from += kAtATime) {
+      pool_row(pool, number, line, from, std::min(from + kAtATime, pool.out_width));
     }
-    for (int64_t i = 0; i < pool.kernel[0]; ++i) {
-      const int64_t y = top + i * pool.dilation[0];
-      if (y < 0 || y >= pool.height) {
-        continue;
-      }
-      for (int64_t j = 0; j < pool.kernel[1]; ++j) {
-        const int64_t offset = j * pool.dilation[1] - pool.padding[1];
-        const int64_t first = offset >= 0 ? 0 : (-offset + step - 1) / step;
-        const int64_t last = std::min(pool.out_width, offset >= pool.width ? 0 : (pool.width - 1 - offset) / step + 1);
-        const float* row = plane + y * pool.width + offset;
-        const int32_t at = static_cast<int32_t>(y * pool.width + offset);
-        for (int64_t x = first; x < last; ++x) {
-          const float value = row[x * step];
-          const bool better = (value > most[x]) | (value != value);
-          most[x] = better ? value : most[x];
-          place[x] = better ? at + static_cast<int32_t>(x * step) : place[x];
-        }
-      }
-    }
-    std::copy(places.begin(), places.end(), pool.where + (number * pool.out_height + line) * pool.out_width);
   }
 }
 
@@ -281,7 +289,11 @@ void lowtide_max_pool(const Pool* pool, int64_t threads) {
 }
 
 // Fills `out` with ones where a draw of 53 bits is less than `below`, else with zeros; the state goes on as in torch.
-void lowtide_bernoulli(Saved* state, float* out, int64_t count, int64_t below) {
+// Returns 0, or 1 with nothing changed where this is no state that torch can have saved.
+int64_t lowtide_bernoulli(Saved* state, float* out, int64_t count, int64_t below) {
+  if (state->left < 1 || state->left > kWords || state->next > static_cast<uint64_t>(kWords - state->left + 1)) {
+    return 1;
+  }
   uint32_t words[kWords], drawn[kWords + 1];
   for (int i = 0; i < kWords; ++i) {
     words[i] = static_cast<uint32_t>(state->words[i]);
@@ -309,6 +321,7 @@ void lowtide_bernoulli(Saved* state, float* out, int64_t count, int64_t below) {
   }
   state->next = static_cast<uint64_t>(next);
   state->left = static_cast<int32_t>(left + 1);
+  return 0;
 }
 
 }  // extern "C"

@@ -21,6 +21,7 @@ from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.kernels import own
+from lowtide.measure.book import Book
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 
@@ -42,7 +43,7 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
         specimens[key] = cut
         keys.append(key)
     metered = allocator.available()
-    book = _Book(machine(), metered) if cache else None
+    book = Book([machine(), graph.device, _device_name(graph.device), metered, *_how()]) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
     missing = [key for key in specimens if key not in answers]
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
@@ -67,6 +68,12 @@ def machine() -> str:
     except OSError:
         pass
     return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _device_name(device: str) -> str:
+    """Which of its kind the device is: two accelerators of one machine may differ."""
+    kind = torch.device(device)
+    return "" if kind.type in ("cpu", "meta") else str(torch.get_device_module(kind).get_device_name(kind))
 
 
 def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
@@ -128,7 +135,7 @@ def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
+    command = [sys.executable, "-P", "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     return subprocess.Popen(
@@ -177,26 +184,3 @@ def _how() -> list[str]:
     return [
         path.read_text(encoding="utf-8") for path in (*here, Path(scratch.__file__), Path(own.__file__), own.SOURCE)
     ]
-
-
-class _Book:
-    """The answers that this machine gave before, in one file."""
-
-    def __init__(self, machine: str, metered: bool) -> None:
-        name = f"costs-{files.digest([machine, metered, *_how()])[:16]}.json"
-        self.path = files.cache_folder() / name
-        self.answers: dict[str, dict[str, Any]] = self._read()
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            answers: dict[str, dict[str, Any]] = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return answers
-
-    def add(self, answers: dict[str, dict[str, Any]]) -> None:
-        """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
-        try:
-            files.write_atomically(self.path, json.dumps({**self._read(), **answers}))
-        except OSError:
-            return

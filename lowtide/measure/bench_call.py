@@ -17,7 +17,9 @@ from lowtide import kernels
 from lowtide.allocator.arena import Arena, Tape, stepping
 from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height, most
 from lowtide.check import ALIGNMENT
-from lowtide.graph import Arg, Constant, Read, decode_arg
+from lowtide.graph import Arg, Constant, Read
+from lowtide.graph.decode import decode_arg
+from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
 LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
@@ -140,9 +142,8 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     """The bytes of a result's own storage; None where it has none of its own."""
     if not isinstance(item, torch.Tensor):
         return None
-    storage = item.untyped_storage()
-    shared = any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == storage._cdata for t in call.tensors)
-    return None if shared else storage.nbytes()
+    shared = any(isinstance(t, torch.Tensor) and storage_key(t) == storage_key(item) for t in call.tensors)
+    return None if shared else item.untyped_storage().nbytes()
 
 
 def _seconds(function: Callable[[], Any], room: Room | None) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from lowtide import kernels
 from lowtide.costs import Costs
 from lowtide.graph import Arg, Constant, Graph, Read
+from lowtide.private import flop_registry
 
 FLOPS = 1e11  # floating point operations a second
 BANDWIDTH = 1e10  # bytes a second

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from lowtide import allocator
+from lowtide import allocator, private
 from lowtide.measure.bench_call import bench
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr
     metered = allocator.available()
-    with torch._C._AutoDispatchBelowAutograd():
+    with private.below_autograd():
         for line in sys.stdin:
             try:
                 answer = bench(json.loads(line), metered=metered)

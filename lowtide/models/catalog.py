@@ -117,7 +117,7 @@ def _entry(name: str) -> Entry:
 
 def _read(name: str, key: str, text: str, option: Option) -> Any:
     """Read the text of one option."""
-    default = "what suits the others" if option.default is None else option.default
+    default = "what suits the others" if option.default is None else option.text
     try:
         return option.type.read(text)
     except ValueError as error:

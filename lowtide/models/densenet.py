@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.models.examples import check_image_size, labelled_images
-from lowtide.models.options import Count
+from lowtide.models.options import Count, Stages
 from lowtide.models.resnet import convolution
 from lowtide.models.steps import Recipe, classify
 
 
 def densenet121(
     *,
+    stages: Annotated[Stages, "layers in each of the four blocks"] = (6, 12, 24, 16),
     growth: Annotated[Count, "channels that each layer adds"] = 32,
     batch: Annotated[Count, "images in a batch"] = 16,
     size: Annotated[Count, "height and width of an image"] = 128,
@@ -26,7 +27,7 @@ def densenet121(
         *normalise(channels),
         nn.MaxPool2d(3, stride=2, padding=1),
     ]
-    for index, count in enumerate((6, 12, 24, 16)):
+    for index, count in enumerate(stages):
         if index > 0:
             layers += transition(channels)
             channels //= 2

@@ -27,6 +27,11 @@ class Option(NamedTuple):
     default: Any  # None where the meaning says what stands in for it
     meaning: str
 
+    @property
+    def text(self) -> str:
+        """The default as a target gives it."""
+        return "-".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
 
 def options_of(function: Callable[..., object]) -> Mapping[str, Option]:
     """Read the keyword-only parameters of a function as options, in the order in which they are written."""

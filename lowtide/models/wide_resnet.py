@@ -12,6 +12,7 @@ from lowtide.models.steps import Recipe, classify
 
 def wrn_28_2(
     *,
+    blocks: Annotated[Count, "residual blocks in each of the three groups; 4 make 28 layers"] = 4,
     classes: Annotated[Count, "labels to tell apart"] = 10,
     batch: Annotated[Count, "images of 32 x 32 in a batch"] = 100,
 ) -> Recipe:
@@ -19,7 +20,7 @@ def wrn_28_2(
     layers: list[nn.Module] = [convolution(3, 16, kernel=3)]
     channels = 16
     for width, first_stride in [(32, 1), (64, 2), (128, 2)]:
-        for block in range(4):
+        for block in range(blocks):
             layers.append(PreActivation(channels, width, first_stride if block == 0 else 1))
             channels = width
     model = nn.Sequential(

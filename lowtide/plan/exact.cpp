@@ -11,13 +11,16 @@
 #include <cstdint>
 #include <limits>
 #include <queue>
+#include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 using Int = int64_t;
 using Word = uint64_t;
 
 extern "C" struct Game {
-  Int moves, items, words;         // words: of 64 bits, in every set
+  Int moves, items, ops, pairs;    // how many there are
+  Int words;                       // of 64 bits, in every set
   const Int *op, *ticks, *weight;  // move -> its op; its cost; bytes that it needs besides what is alive before it
   const Int *pair_start, *pair_made, *pair_read, *pair_bytes;  // move -> results that may take an argument's bytes
   const Int *lazy;                 // move -> whether it makes nothing but its flag and takes no bytes
@@ -34,8 +37,59 @@ extern "C" struct Game {
 
 namespace {
 
+// What every function that is called from outside answers where it does not take what it was given, or has no memory.
+constexpr Int REFUSED = -101, NO_MEMORY = -102;
+constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
+
+template <class Work> Int answered(Work work) noexcept {
+  try {
+    return work();
+  } catch (const std::logic_error &) {  // a size or a place that is none
+    return REFUSED;
+  } catch (const std::exception &) {
+    return NO_MEMORY;
+  }
+}
+
+bool within(const Int *numbers, Int count, Int low, Int high) {
+  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
+}
+
+// Whether these are the starts of rows that end with so many items.
+bool ragged(const Int *start, Int rows, Int items) {
+  return start[0] == 0 && start[rows] == items && std::is_sorted(start, start + rows + 1);
+}
+
+// Whether none of these sets has a member beyond so many.
+bool below(const Word *sets, Int rows, Int words, Int members) {
+  for (Int k = 0; k < rows * words; ++k) {
+    const Int held = std::clamp<Int>(members - k % words * 64, 0, 64);
+    if (held < 64 && sets[k] >> held != 0) return false;
+  }
+  return true;
+}
+
+// Whether every number of a game is one that the search can follow.
+bool fits(const Game &g) {
+  if (g.moves < 0 || g.moves > std::numeric_limits<int16_t>::max() || g.items < 0 || g.ops < 0) return false;
+  if (g.items > 64 * g.words || g.ops > 64 * g.words || g.pairs < 0 || !ragged(g.pair_start, g.moves, g.pairs))
+    return false;
+  if (!within(g.op, g.moves, 0, g.ops) || !within(g.pair_read, g.pairs, 0, g.items)) return false;
+  for (const Int *numbers : {g.ticks, g.weight})
+    if (!within(numbers, g.moves, 0, MOST)) return false;
+  if (!within(g.bytes, g.items, 0, MOST) || !within(g.op_ticks, g.ops, 0, MOST)) return false;
+  if (!within(g.pair_bytes, g.pairs, 0, MOST)) return false;
+  for (const Word *sets : {g.makes, g.needs, g.waits, g.holds})
+    if (!below(sets, g.moves, g.words, g.items)) return false;
+  for (const Word *sets : {g.asks, g.may})
+    if (!below(sets, g.items, g.words, g.ops)) return false;
+  return below(g.lacks, g.items, g.words, g.items) && below(g.sole, 1, g.words, g.items) &&
+         below(g.start, 1, g.words, g.items);
+}
+
 constexpr Int NOTHING_FITS = -1, GAVE_UP = -2;
 constexpr std::size_t MOST_FEEDERS = 6;
+constexpr Int MOST_STATES = 1 << 30;  // numbered with 32 bits
 using Clock = std::chrono::steady_clock;
 
 template <int W> struct Set {
@@ -297,14 +351,19 @@ template <int W> class Search {
 
 extern "C" Int lowtide_exact(const Game *g, Int budget, Int limit, double seconds, Int peak_only, Int *sequence,
                              Int room, Int *answer) {
-  const auto span = std::chrono::duration<double>(std::min(seconds, 1e7));
+  if (g->words < 1 || g->words > 8 || !fits(*g) || room < 0 || limit > MOST_STATES) return REFUSED;
+  const auto span = std::chrono::duration<double>(seconds < 1e7 ? std::max(seconds, 0.0) : 1e7);
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(span);
-  const auto solve = [&](auto search) { return search.run(limit, until, sequence, room, answer); };
+  const auto solve = [&](auto words) {
+    return answered([&] {
+      return Search<words()>(*g, budget, peak_only).run(limit, until, sequence, room, answer);
+    });
+  };
   switch (g->words) {
-    case 1: return solve(Search<1>(*g, budget, peak_only));
-    case 2: return solve(Search<2>(*g, budget, peak_only));
-    case 4: return solve(Search<4>(*g, budget, peak_only));
-    case 8: return solve(Search<8>(*g, budget, peak_only));
+    case 1: return solve(std::integral_constant<int, 1>());
+    case 2: return solve(std::integral_constant<int, 2>());
+    case 4: return solve(std::integral_constant<int, 4>());
+    case 8: return solve(std::integral_constant<int, 8>());
   }
-  return GAVE_UP;
+  return REFUSED;
 }

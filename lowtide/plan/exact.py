@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide import native
 from lowtide.graph import Graph
-from lowtide.plan.compiled import compiled
+from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REAL, Ints, Problem, ints
 
 SOURCE = Path(__file__).with_name("exact.cpp")
@@ -38,7 +38,7 @@ class _Game(ctypes.Structure):
     """The struct of the same name in exact.cpp."""
 
     _fields_ = [
-        *((name, INT) for name in ("moves", "items", "words")),
+        *((name, INT) for name in ("moves", "items", "ops", "pairs", "words")),
         *((name, INTS) for name in ("op", "ticks", "weight", "pair_start", "pair_made", "pair_read", "pair_bytes")),
         *((name, INTS) for name in ("lazy", "bytes", "op_ticks")),
         *((name, WORD) for name in ("makes", "needs", "waits", "holds", "sole", "asks", "may", "lacks", "start")),
@@ -126,8 +126,10 @@ def _search(problem: Problem, budget: int, limit: int, seconds: float, *, peak_o
     if inner is None or game.words > WORDS[-1]:
         return _Found(None, False, 0, 0)
     sequence, answer = np.zeros(LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
-    length = inner.lowtide_exact(
-        game.struct(), budget, limit, seconds, peak_only, ints(sequence), len(sequence), ints(answer)
+    length = answered(
+        inner.lowtide_exact(
+            game.struct(), budget, limit, seconds, peak_only, ints(sequence), len(sequence), ints(answer)
+        )
     )
     ops = np.array([game.moves[move].op for move in sequence[: max(0, length)]], np.int64)
     return _Found(ops if length >= 0 else None, length != -2, int(answer[0]), int(answer[1]))
@@ -244,7 +246,7 @@ class Game:
         self.arrays: list[Any] = [np.array(row, np.int64) for row in numbers]
         self.arrays += [np.array([self._words(bits) for bits in row], np.uint64) for row in sets]
         pointers = [array.ctypes.data_as(INTS if array.dtype == np.int64 else WORD) for array in self.arrays]
-        return _Game(len(self.moves), len(self.item), self.words, *pointers)
+        return _Game(len(self.moves), len(self.item), len(self.ops), len(pairs), self.words, *pointers)
 
     def _ancestors(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """For each op itself and the ops that must have run before its first run, and that may have."""

@@ -4,15 +4,47 @@
 // piled so that none meets another. Times are half open: [first, last).
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <queue>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 using Int = int64_t;
 
 namespace {
+
+// What every function that is called from outside answers where it does not take what it was given, or has no memory.
+constexpr Int REFUSED = -101, NO_MEMORY = -102;
+constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
+
+template <class Work> Int answered(Work work) noexcept {
+  try {
+    return work();
+  } catch (const std::logic_error &) {  // a size or a place that is none
+    return REFUSED;
+  } catch (const std::exception &) {
+    return NO_MEMORY;
+  }
+}
+
+bool within(const Int *numbers, Int count, Int low, Int high) {
+  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
+}
+
+bool finite(const double *numbers, Int count) {
+  return std::all_of(numbers, numbers + count, [](double number) { return std::isfinite(number); });
+}
+
+// Whether each box is there for a while, and not after so many moments.
+bool boxes(Int count, const Int *first, const Int *last, const Int *bytes, Int moments) {
+  if (count < 0 || moments < 0 || !within(first, count, 0, moments) || !within(bytes, count, 0, MOST)) return false;
+  for (Int box = 0; box < count; ++box)
+    if (last[box] <= first[box] || last[box] > moments) return false;
+  return true;
+}
 
 struct Box { Int offset, end, first, last; };
 
@@ -148,6 +180,7 @@ class Skyline {
 
   Valley narrowest() {
     for (;; valleys_.pop()) {
+      if (valleys_.empty()) throw std::logic_error("no valley");
       const auto [width, first] = valleys_.top();
       Int left, right;
       if (!still_[first] || !valley_at(first, left, right)) continue;
@@ -233,27 +266,36 @@ class Skyline {
 extern "C" {
 
 // Give the buffers in `order` the lowest offsets with room, one after the other; all others that have one keep it.
-void lowtide_first_fit(Int count, const Int *first, const Int *last, const Int *bytes, const Int *order, Int length,
-                       Int *offset) {
-  Int until = 1;
-  for (Int box = 0; box < count; ++box) until = std::max(until, last[box]);
-  Pile pile(until);
-  for (Int box = 0; box < count; ++box)
-    if (offset[box] >= 0) pile.add({offset[box], offset[box] + bytes[box], first[box], last[box]});
-  for (Int k = 0; k < length; ++k) {
-    const Int box = order[k];
-    offset[box] = pile.fit(first[box], last[box], bytes[box]);
-    pile.add({offset[box], offset[box] + bytes[box], first[box], last[box]});
-  }
+Int lowtide_first_fit(Int count, const Int *first, const Int *last, const Int *bytes, const Int *order, Int length,
+                      Int *offset) {
+  if (!boxes(count, first, last, bytes, MOST) || length < 0 || !within(order, length, 0, count)) return REFUSED;
+  if (!within(offset, count, -1, MOST)) return REFUSED;
+  return answered([&] {
+    Int until = 1;
+    for (Int box = 0; box < count; ++box) until = std::max(until, last[box]);
+    Pile pile(until);
+    for (Int box = 0; box < count; ++box)
+      if (offset[box] >= 0) pile.add({offset[box], offset[box] + bytes[box], first[box], last[box]});
+    for (Int k = 0; k < length; ++k) {
+      const Int box = order[k];
+      offset[box] = pile.fit(first[box], last[box], bytes[box]);
+      pile.add({offset[box], offset[box] + bytes[box], first[box], last[box]});
+    }
+    return 0;
+  });
 }
 
 // Offsets below a height, within so many steps: 1 if they are found, -1 if there are none, 0 if neither is known.
 Int lowtide_skyline(Int count, const Int *first, const Int *last, const Int *bytes, Int moments, Int height, Int steps,
                     const double *weight, Int *blamed, Int *offset) {
-  Skyline skyline(count, first, last, bytes, moments, height, weight, blamed);
-  const int found = skyline.run(steps);
-  if (found == 1) std::copy(skyline.offset.begin(), skyline.offset.end(), offset);
-  return found;
+  if (!boxes(count, first, last, bytes, moments) || !within(bytes, count, 1, MOST)) return REFUSED;
+  if (!finite(weight, count) || !within(blamed, count, 0, MOST)) return REFUSED;
+  return answered([&]() -> Int {
+    Skyline skyline(count, first, last, bytes, moments, height, weight, blamed);
+    const int found = skyline.run(steps);
+    if (found == 1) std::copy(skyline.offset.begin(), skyline.offset.end(), offset);
+    return found;
+  });
 }
 
 }  // extern "C"

@@ -23,14 +23,14 @@ from lowtide import native
 from lowtide.check import ALIGNMENT
 from lowtide.costs import Costs
 from lowtide.graph import Graph
-from lowtide.plan.compiled import compiled
-from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints
+from lowtide.plan.compiled import answered, compiled
+from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
 from lowtide.program import Copy, Free, Instruction, Program, Run
 from lowtide.simulate import simulate
 
 SOURCE = Path(__file__).with_name("layout.cpp")
 SIGNATURES: native.Signatures = {
-    "lowtide_first_fit": ([INT, INTS, INTS, INTS, INTS, INT, INTS], None),
+    "lowtide_first_fit": ([INT, INTS, INTS, INTS, INTS, INT, INTS], INT),
     "lowtide_skyline": ([INT, INTS, INTS, INTS, INT, INT, INT, REALS, INTS, INTS], INT),
 }
 STEPS = 400_000  # of the search for one height: a second or less
@@ -328,8 +328,8 @@ def first_fit(buffers: Buffers, order: Ints, offsets: Ints | None = None) -> Int
     placed = np.full(len(buffers.nbytes), -1, np.int64) if offsets is None else offsets.copy()
     if not len(order):
         return placed
-    boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
-    _loaded().lowtide_first_fit(len(placed), *boxes, ints(order), len(order), ints(placed))
+    boxes = (ints(array, len(placed)) for array in (buffers.first, buffers.last, buffers.nbytes))
+    answered(_loaded().lowtide_first_fit(len(placed), *boxes, ints(order), len(order), ints(placed)))
     return placed
 
 
@@ -342,9 +342,7 @@ def skyline(buffers: Buffers, height: int, weight: Floats, blamed: Ints, *, step
     a dead end are blamed.
     """
     offsets = np.full(len(buffers.nbytes), -1, np.int64)
-    boxes = (ints(buffers.first), ints(buffers.last), ints(buffers.nbytes))
-    moments = int(buffers.last.max(initial=0))
-    state = _loaded().lowtide_skyline(
-        len(offsets), *boxes, moments, height, steps, weight.ctypes.data_as(REALS), ints(blamed), ints(offsets)
-    )
-    return state, offsets
+    count, moments = len(offsets), int(buffers.last.max(initial=0))
+    boxes = (ints(array, count) for array in (buffers.first, buffers.last, buffers.nbytes))
+    arrays = (reals(weight, count), ints(blamed, count), ints(offsets))
+    return answered(_loaded().lowtide_skyline(count, *boxes, moments, height, steps, *arrays)), offsets

@@ -16,7 +16,7 @@ from lowtide import native
 from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.plan import plain
-from lowtide.plan.compiled import compiled
+from lowtide.plan.compiled import REFUSED, answered, compiled
 from lowtide.plan.narrow import narrow_keeps
 
 Ints = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ Flags = npt.NDArray[np.bool_]
 
 SOURCE = Path(__file__).with_name("search.cpp")
 INT, REAL = ctypes.c_int64, ctypes.c_double
-INTS, REALS = ctypes.POINTER(INT), ctypes.POINTER(REAL)
+INTS, REALS, FLAGS = ctypes.POINTER(INT), ctypes.POINTER(REAL), ctypes.POINTER(ctypes.c_uint8)
 
 
 class _Problem(ctypes.Structure):
@@ -39,16 +39,17 @@ class _Problem(ctypes.Structure):
         *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
         ("seconds", REALS),
         *((name, INTS) for name in ("pack", "packed", "unpack", "finish", "swap")),
-        *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("required", "pinned", "repeatable", "optional", "once")),
+        *((name, FLAGS) for name in ("required", "pinned", "repeatable", "optional", "once")),
     ]
 
 
 PROBLEM = ctypes.POINTER(_Problem)
 SIGNATURES: native.Signatures = {
+    "lowtide_problem_fits": ([PROBLEM, INT, INT, INT], INT),
     "lowtide_profile": ([PROBLEM, INTS, INT, INTS], INT),
     "lowtide_shave": ([PROBLEM, INTS, INT, INT, INT, INT, REAL, REALS, INT, REAL, INT, INTS, INTS], INT),
     "lowtide_tidy": ([PROBLEM, INTS, INT, INT, INT], INT),
-    "lowtide_search": ([PROBLEM, INTS, INTS, INTS, INT, INT, INT, INT, INT, REAL, REAL], None),
+    "lowtide_search": ([PROBLEM, INTS, INTS, INTS, INT, INT, INT, INT, INT, REAL, REAL], INT),
 }
 
 
@@ -101,18 +102,24 @@ class Problem:
     @cached_property
     def struct(self) -> _Problem:
         """The arrays as the inner loops read them."""
-        arrays = [self.read_start, self.reads, self.make_start, self.makes, self.over_start, self.over_made]
-        arrays += [self.over_read, self.nbytes, self.maker, self.killer, self.extra]
-        narrow = (self.pack, self.packed, self.unpack, self.finish, self.swap)
-        flags = (self.required, self.pinned, self.repeatable, self.optional, self.once)
-        return _Problem(
-            len(self.graph.ops),
-            len(self.graph.values),
-            *(array.ctypes.data_as(INTS) for array in arrays),
-            self.seconds.ctypes.data_as(REALS),
-            *(array.ctypes.data_as(INTS) for array in narrow),
-            *(array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)) for array in flags),
+        ops, values, flat = len(self.graph.ops), len(self.graph.values), len(self.over_made)
+        made = _Problem(
+            ops,
+            values,
+            *(item for start, row in _flat(self) for item in (ints(start, ops + 1), ints(row))),
+            ints(self.over_start, ops + 1),
+            *(ints(array, flat) for array in (self.over_made, self.over_read)),
+            *(ints(array, values) for array in (self.nbytes, self.maker, self.killer)),
+            ints(self.extra, ops),
+            reals(self.seconds, ops),
+            *(ints(array, values) for array in (self.pack, self.packed, self.unpack, self.finish)),
+            ints(self.swap, ops),
+            *(_flags(array, count) for array, count in _kinds(self)),
         )
+        inner = library()
+        if inner is not None:
+            answered(inner.lowtide_problem_fits(made, len(self.reads), len(self.makes), flat))
+        return made
 
     def peak(self, sequence: Ints) -> int:
         """The most bytes in use, those that stay included, when the ops run in this sequence."""
@@ -124,7 +131,7 @@ class Problem:
         if inner is None:
             return plain.profile(self, sequence)
         bytes_ = np.zeros(len(sequence), np.int64)
-        inner.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_))
+        answered(inner.lowtide_profile(self.struct, ints(sequence), len(sequence), ints(bytes_)))
         return bytes_
 
     def allows(self, sequence: Ints) -> bool:
@@ -143,9 +150,36 @@ class Problem:
         return float(self.seconds[sequence].sum())
 
 
-def ints(array: Ints) -> Any:
-    """The address of an array of integers."""
-    return array.ctypes.data_as(INTS)
+def ints(array: Ints, length: int | None = None) -> Any:
+    """The address of an array of integers, which has this length."""
+    return _address(array, np.int64, length).data_as(INTS)
+
+
+def reals(array: Floats, length: int) -> Any:
+    """The address of an array of numbers, which has this length."""
+    return _address(array, np.float64, length).data_as(REALS)
+
+
+def _flags(array: Bytes, length: int) -> Any:
+    return _address(array, np.uint8, length).data_as(FLAGS)
+
+
+def _address(array: npt.NDArray[Any], kind: Any, length: int | None) -> Any:
+    if array.dtype != kind or not array.flags.c_contiguous or length not in (None, len(array)):
+        answered(REFUSED)
+    return array.ctypes
+
+
+def _flat(problem: Problem) -> tuple[tuple[Ints, Ints], ...]:
+    """The rows of the ops, by where each begins."""
+    return (problem.read_start, problem.reads), (problem.make_start, problem.makes)
+
+
+def _kinds(problem: Problem) -> tuple[tuple[Bytes, int], ...]:
+    """The flags of values and ops, with how many there are."""
+    ops, values = len(problem.graph.ops), len(problem.graph.values)
+    of_ops = ((array, ops) for array in (problem.pinned, problem.repeatable, problem.optional))
+    return (problem.required, values), *of_ops, (problem.once, values)
 
 
 def problem(graph: Graph, costs: Costs) -> Problem:

@@ -17,7 +17,8 @@ from itertools import product
 import numpy as np
 
 from lowtide.plan import plain
-from lowtide.plan.problem import REALS, Floats, Ints, Problem, ints, library
+from lowtide.plan.compiled import answered
+from lowtide.plan.problem import Floats, Ints, Problem, ints, library, reals
 
 GROWTH = 8  # a sequence may become this many times as long as the graph
 PATIENCE = 4.0  # and take this many times its seconds, before a start is given up
@@ -68,20 +69,22 @@ def shave(
     longer = np.zeros(room, np.int64)
     longer[: len(sequence)] = sequence
     reached = np.zeros(1, np.int64)
-    length = inner.lowtide_shave(
-        problem.struct,
-        ints(longer),
-        len(sequence),
-        room,
-        budget - problem.stays,
-        batch,
-        penalty,
-        weight.ctypes.data_as(REALS),
-        ROUNDS,
-        most_seconds,
-        smallest,
-        ints(work),
-        ints(reached),
+    length = answered(
+        inner.lowtide_shave(
+            problem.struct,
+            ints(longer),
+            len(sequence),
+            room,
+            budget - problem.stays,
+            batch,
+            penalty,
+            reals(weight, len(problem.nbytes)),
+            ROUNDS,
+            most_seconds,
+            smallest,
+            ints(work),
+            ints(reached),
+        )
     )
     if length < 0:
         return sequence, problem.peak(sequence)
@@ -98,7 +101,7 @@ def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work
         work = np.zeros(1, np.int64) if work is None else work
         return plain.tidy(problem, sequence, budget - problem.stays, passes=passes, work=work)
     left = sequence.copy()
-    length = inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.stays, passes)
+    length = answered(inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.stays, passes))
     return left[:length].copy()
 
 
@@ -218,17 +221,19 @@ class _Race:
         for part in range(SLICES):
             if time.monotonic() > self.until:
                 break
-            inner.lowtide_search(
-                problem.struct,
-                ints(now),
-                ints(best),
-                ints(lengths),
-                room,
-                self.budget - problem.stays,
-                self.smallest,
-                (self.seed * 1000 + lane) * SLICES + part,
-                work // SLICES,
-                HEAT * (1 - part / SLICES),
-                HEAT * (1 - (part + 1) / SLICES),
+            answered(
+                inner.lowtide_search(
+                    problem.struct,
+                    ints(now),
+                    ints(best),
+                    ints(lengths),
+                    room,
+                    self.budget - problem.stays,
+                    self.smallest,
+                    (self.seed * 1000 + lane) * SLICES + part,
+                    work // SLICES,
+                    HEAT * (1 - part / SLICES),
+                    HEAT * (1 - (part + 1) / SLICES),
+                )
             )
         return best[: lengths[1]].copy()

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 using Int = int64_t;
@@ -37,6 +38,50 @@ extern "C" struct Problem {
 };
 
 namespace {
+
+// What every function that is called from outside answers where it does not take what it was given, or has no memory.
+constexpr Int REFUSED = -101, NO_MEMORY = -102;
+constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
+
+template <class Work> Int answered(Work work) noexcept {
+  try {
+    return work();
+  } catch (const std::logic_error &) {  // a size or a place that is none
+    return REFUSED;
+  } catch (const std::exception &) {
+    return NO_MEMORY;
+  }
+}
+
+bool within(const Int *numbers, Int count, Int low, Int high) {
+  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
+}
+
+// Whether these are the starts of rows that end with so many items.
+bool ragged(const Int *start, Int rows, Int items) {
+  return start[0] == 0 && start[rows] == items && std::is_sorted(start, start + rows + 1);
+}
+
+bool finite(const double *numbers, Int count) {
+  return std::all_of(numbers, numbers + count, [](double number) { return std::isfinite(number); });
+}
+
+// Whether every number of a problem is one that the loops below can follow; its flat arrays have these lengths.
+bool fits(const Problem &g, Int reads, Int makes, Int overs) {
+  const Int ops = g.ops, values = g.values;
+  if (ops < 0 || values < 0 || ops > MOST || values > MOST) return false;
+  if (!ragged(g.read_start, ops, reads) || !ragged(g.make_start, ops, makes) || !ragged(g.over_start, ops, overs))
+    return false;
+  for (const auto &[numbers, count] : {std::pair{g.reads, reads}, {g.makes, makes}, {g.over_made, overs},
+                                       {g.over_read, overs}, {g.packed, values}})
+    if (!within(numbers, count, numbers == g.packed ? -1 : 0, values)) return false;
+  for (const Int *numbers : {g.maker, g.killer, g.pack, g.unpack, g.finish})
+    if (!within(numbers, values, -1, ops)) return false;
+  if (!within(g.swap, ops, -1, ops) || !within(g.bytes, values, 0, MOST) || !within(g.extra, ops, 0, MOST)) return false;
+  for (Int value = 0; value < values; ++value)
+    if ((g.pack[value] < 0) != (g.packed[value] < 0)) return false;
+  return finite(g.seconds, ops);
+}
 
 // What dies and what is made at each place of a sequence.
 struct Profile {
@@ -109,7 +154,7 @@ struct Lives {
       if (place_of[op] < 0) place_of[op] = place;
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
         const Int value = g.reads[k];
-        if (g.maker[value] >= 0) last[filled[value] - 1] = place;
+        if (g.maker[value] >= 0 && filled[value] > start[value]) last[filled[value] - 1] = place;
       }
       for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) {
         const Int value = g.makes[k];
@@ -221,7 +266,7 @@ struct Planner {
     touched.resize(g.values), next.resize(g.values), reads_after.resize(g.values);
     for (Int round = 0; round < how.rounds; ++round) {
       const Int peak = measure(sequence);
-      if (peak <= budget || total > how.most_seconds || work > end) break;
+      if (sequence.empty() || peak <= budget || total > how.most_seconds || work > end) break;
       const Int top = std::max_element(profile.bytes.begin(), profile.bytes.end()) - profile.bytes.begin();
       look_around(sequence, top, budget);
       choose(sequence, top, budget, how);
@@ -597,7 +642,7 @@ struct Search {
         target = budget - (Int)((double)budget * 0.03 * chance());
         for (double &one : weight) one *= one;
     }
-    planner.work += g.values / 4;
+    planner.work += std::max<Int>(1, g.values / 4);
     if (planner.measure(tried) > target) {
       const Int batches[] = {1, 2, 4};
       const double penalties[] = {0, 0, 1, 10};
@@ -658,50 +703,71 @@ struct Search {
 
 extern "C" {
 
+// Whether all numbers of a problem are in range: 1, or REFUSED. The functions below take it that they are.
+Int lowtide_problem_fits(const Problem *g, Int reads, Int makes, Int overs) {
+  return answered([&] { return fits(*g, reads, makes, overs) ? 1 : REFUSED; });
+}
+
 Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) {
-  Planner planner(*g);
-  const Int peak = planner.measure(Sequence(given, given + length));
-  std::copy(planner.profile.bytes.begin(), planner.profile.bytes.end(), bytes);
-  return peak;
+  if (length < 0 || !within(given, length, 0, g->ops)) return REFUSED;
+  return answered([&] {
+    Planner planner(*g);
+    const Int peak = planner.measure(Sequence(given, given + length));
+    std::copy(planner.profile.bytes.begin(), planner.profile.bytes.end(), bytes);
+    return peak;
+  });
 }
 
 // Returns the new length, or minus one with the sequence unchanged where the room is too small; `reached` is the peak,
 // and `work` what was left of it.
 Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget, Int batch, double penalty,
                   const double *weight, Int rounds, double most_seconds, Int smallest, Int *work, Int *reached) {
-  Planner planner(*g);
-  Sequence sequence(given, given + length);
-  const bool fits = planner.shave(sequence, budget, {batch, rounds, room, smallest, *work, penalty, most_seconds, weight});
-  *work -= planner.work;
-  if (!fits) return -1;
-  planner.prune(sequence);
-  *reached = planner.measure(sequence);
-  std::copy(sequence.begin(), sequence.end(), given);
-  return (Int)sequence.size();
+  if (length < 0 || length > room || batch < 1 || !within(given, length, 0, g->ops)) return REFUSED;
+  if (!finite(weight, g->values) || !std::isfinite(penalty)) return REFUSED;
+  return answered([&]() -> Int {
+    Planner planner(*g);
+    Sequence sequence(given, given + length);
+    const Manner how{batch, rounds, room, smallest, *work, penalty, most_seconds, weight};
+    const bool fits = planner.shave(sequence, budget, how);
+    *work -= planner.work;
+    if (!fits) return -1;
+    planner.prune(sequence);
+    *reached = planner.measure(sequence);
+    std::copy(sequence.begin(), sequence.end(), given);
+    return (Int)sequence.size();
+  });
 }
 
 // Drop repeated runs while the profile stays within the budget. Returns the new length.
 Int lowtide_tidy(const Problem *g, Int *given, Int length, Int budget, Int passes) {
-  Search search(*g, budget, 0, 0, 0);
-  Sequence sequence(given, given + length);
-  for (Int pass = 0; pass < passes; ++pass) {
-    const std::size_t before = sequence.size();
-    search.tidy(sequence, nullptr);
-    if (sequence.size() == before) break;
-  }
-  std::copy(sequence.begin(), sequence.end(), given);
-  return (Int)sequence.size();
+  if (length < 0 || !within(given, length, 0, g->ops)) return REFUSED;
+  return answered([&] {
+    Search search(*g, budget, 0, 0, 0);
+    Sequence sequence(given, given + length);
+    for (Int pass = 0; pass < passes; ++pass) {
+      const std::size_t before = sequence.size();
+      search.tidy(sequence, nullptr);
+      if (sequence.size() == before) break;
+    }
+    std::copy(sequence.begin(), sequence.end(), given);
+    return (Int)sequence.size();
+  });
 }
 
 // Search for so much work. `now` and `best` have room for `room` ops each; `lengths` are theirs, before and after.
-void lowtide_search(const Problem *g, Int *now, Int *best, Int *lengths, Int room, Int budget, Int smallest, Int seed,
-                    Int work, double heat, double heat_end) {
-  Search search(*g, budget, room, smallest, (uint64_t)seed);
-  Sequence from(now, now + lengths[0]), found(best, best + lengths[1]);
-  search.run(from, found, work, heat, heat_end);
-  lengths[0] = (Int)from.size(), lengths[1] = (Int)found.size();
-  std::copy(from.begin(), from.end(), now);
-  std::copy(found.begin(), found.end(), best);
+Int lowtide_search(const Problem *g, Int *now, Int *best, Int *lengths, Int room, Int budget, Int smallest, Int seed,
+                   Int work, double heat, double heat_end) {
+  if (!within(lengths, 2, 0, room + 1)) return REFUSED;
+  if (!within(now, lengths[0], 0, g->ops) || !within(best, lengths[1], 0, g->ops)) return REFUSED;
+  return answered([&] {
+    Search search(*g, budget, room, smallest, (uint64_t)seed);
+    Sequence from(now, now + lengths[0]), found(best, best + lengths[1]);
+    search.run(from, found, work, heat, heat_end);
+    lengths[0] = (Int)from.size(), lengths[1] = (Int)found.size();
+    std::copy(from.begin(), from.end(), now);
+    std::copy(found.begin(), found.end(), best);
+    return 0;
+  });
 }
 
 }  // extern "C"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.budget import read_budget
 from lowtide.errors import LowtideError, UsageError
 from lowtide.plan.loop import LoopPlan, plan_loop
@@ -166,11 +167,7 @@ class _Call:
 
 def _traced() -> bool:
     """Whether this runs on stand-ins, so that somebody can plan the whole step."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
-    )
+    return private.mode_count() > 0 or private.innermost_transform() is not None or torch.compiler.is_compiling()
 
 
 def _refuse_autocast() -> None:
@@ -183,7 +180,7 @@ def _refuse_autocast() -> None:
 
 def _refuse_hooks(captured: Sequence[Tensor]) -> None:
     for tensor in captured:
-        if tensor._backward_hooks:
+        if private.gradient_hooks(tensor):
             raise UsageError(
                 f"a tensor of shape {tuple(tensor.shape)} has a hook, which would see the gradient of every moment.",
                 hint="remove the hook and look at .grad after the backward, or scan without a budget.",

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import UsageError
 from lowtide.plan.loop import Sizes
+from lowtide.private import sequence_number, storage_key
 from lowtide.scan.moments import Cell, Leaves
 from lowtide.scan.watch import Known, Watch, memory, owner_of, tensors
 
@@ -114,8 +115,7 @@ def first_moment(
         saved: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
+            saved[storage_key(tensor)] = tensor.untyped_storage()
             return tensor.detach()
 
         start = _now()
@@ -137,7 +137,7 @@ def first_moment(
         captured = _find(cell, inputs, before, mask, needs, captured, kept, start)
         generator.set(end)
     shared = _shared(outputs, after, kept)
-    free = {leaf.untyped_storage()._cdata for leaf in (*inputs, *captured, mask) if leaf is not None}
+    free = {storage_key(leaf) for leaf in (*inputs, *captured, mask) if leaf is not None}
     free |= {storage.cdata for storage in known.foreign}
     measured = [
         _sizes(saved, before, after, free, begin.nbytes if random else 0, which)
@@ -168,7 +168,7 @@ def _now() -> int:
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
     assert node is not None
-    return node._sequence_nr()
+    return sequence_number(node)
 
 
 def _walk(
@@ -187,7 +187,7 @@ def _walk(
             leaf = getattr(following, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf, leaves.get(id(leaf), (leaf, 0))[1] + 1
-            elif following._sequence_nr() < start:
+            elif sequence_number(following) < start:
                 older[following, number] = older.get((following, number), 0) + 1
             elif following not in seen:
                 seen.add(following)
@@ -264,9 +264,7 @@ def _sizes(
     shared: Sequence[int | None],
 ) -> Sizes:
     """What a cell and a state take, in bytes of whole storages; `free` storages are there anyway."""
-    keys = [
-        (old.untyped_storage()._cdata, new.untyped_storage()._cdata) for old, new in zip(before, after, strict=True)
-    ]
+    keys = [(storage_key(old), storage_key(new)) for old, new in zip(before, after, strict=True)]
     state = first = second = both = 0
     counted: set[int] = set()
     for (old, new), leaf, output in zip(keys, after, shared, strict=True):

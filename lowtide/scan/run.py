@@ -12,11 +12,11 @@ from torch.autograd.graph import GradientEdge
 from lowtide.errors import UsageError
 from lowtide.plan.classics.chain import Backward, Forward
 from lowtide.plan.loop import LoopPlan
+from lowtide.private import accumulation_hooks, autograd_engine
 from lowtide.scan.first import First, Generator, Kept, run_with_graph, unknown_leaf
 from lowtide.scan.moments import Cell, Leaves, Moments, Stacked
 
 Gradient = Tensor | None
-_engine: Any = torch.autograd.Variable._execution_engine  # torch.autograd.grad checks every root again, at each cell
 
 
 class Loop:
@@ -45,7 +45,7 @@ class Loop:
         self.stored: dict[int, tuple[Leaves, Tensor | None]] = {}  # with the generator's state
         self.kept: dict[int, Kept] = {}
         # Whether autograd itself may add up the gradients of what the cell has captured, as it does in the plain loop.
-        self.adds = all(tensor.is_leaf and not tensor._post_accumulate_grad_hooks for tensor in self.captured)
+        self.adds = all(tensor.is_leaf and not accumulation_hooks(tensor) for tensor in self.captured)
         self.at, self.state = 0, cell.state
         self.outputs: list[Stacked | None] = []
         self.views: list[Sequence[Tensor] | None] = []
@@ -248,7 +248,7 @@ class Loop:
                 root(tensor, totals[place])
         if not wanted or not roots:
             return arrived, [None] * len(kept.inputs)
-        found = _engine.run_backward(
+        found = autograd_engine.run_backward(
             tuple(roots), tuple(given), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=self.adds
         )
         if self.adds:  # right where autograd makes them, so that they need no room of their own

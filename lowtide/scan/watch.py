@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import tree
 from lowtide.errors import UsageError
+from lowtide.private import StorageWeakRef, TorchDispatchMode, schema, storage_key
 
 AGAIN = "Within a budget cells run again, which would write again."
 BATCH_NORM = torch.ops.aten.native_batch_norm.default  # writes to its statistics without saying so
@@ -41,27 +40,27 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(item, kwargs[item.name]) for item in func._schema.arguments if item.name in kwargs]
+        given = [*zip(schema(func).arguments, args, strict=False)]
+        given += [(item, kwargs[item.name]) for item in schema(func).arguments if item.name in kwargs]
         written = [value for item, value in given if item.alias_info is not None and item.alias_info.is_write]
         if func is BATCH_NORM and args[5]:
             written += args[3:5]
         for tensor in tensors(written):
-            if tensor.untyped_storage()._cdata not in self.made:
+            if storage_key(tensor) not in self.made:
                 what = f"a tensor of shape {tuple(tensor.shape)} that it did not make"
                 raise UsageError(
                     f"the cell writes to {what} ({func}). {AGAIN}",
                     hint="make it a part of the state; put batch norms into eval(); or scan without a budget.",
                 )
         for tensor in tensors([value for _, value in given]):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.made:
-                self.foreign[storage._cdata] = StorageWeakRef(storage)
+            key = storage_key(tensor)
+            if key not in self.made:
+                self.foreign[key] = StorageWeakRef(tensor.untyped_storage())
         result = func(*args, **kwargs)
         for tensor in tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.foreign:
-                self.made[storage._cdata] = storage
+            key = storage_key(tensor)
+            if key not in self.foreign:
+                self.made[key] = tensor.untyped_storage()
         return result
 
 

@@ -16,10 +16,10 @@ import numpy
 import torch
 
 from lowtide.guards import MISSING, Change, Content, Entry, Guards, Names, Place
-from lowtide.watch.around import surroundings
+from lowtide.watch.around import NAMES, surroundings
 from lowtide.watch.quick import Quick
 
-__all__ = ["Watcher", "same", "surroundings"]
+__all__ = ["NAMES", "Watcher", "same", "surroundings"]
 
 SCHEDULED = "_wrapped_by_lr_sched"  # schedulers wrap the optimizer's step to count its calls
 
@@ -37,11 +37,11 @@ class Watcher:
 
     def changed(self) -> Change | None:
         """What is not as it was; None where everything is."""
-        if surroundings() != self._around:
-            now = dict(surroundings())
-            for name, value in self._around:
-                if now[name] != value:
-                    return Change(name, f"{name} is {now[name]!r}, at capture {value!r}")
+        around = surroundings()
+        if around != self._around:
+            for name, now, then in zip(NAMES, around, self._around, strict=True):
+                if now != then:
+                    return Change(name, f"{name} is {now!r}, at capture {then!r}")
         while not self._quick.same():
             change = self._look()
             if change is not None:

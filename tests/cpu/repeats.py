@@ -135,3 +135,36 @@ def all_away_and_back(graph: Graph, place: Place) -> Program:
                     instructions += [Copy(value, "device"), Wait(value, "device"), Free(value, place)]
         instructions.append(instruction)
     return Program(graph.fingerprint, tuple(instructions))
+
+
+def inputs_away_and_back(graph: Graph, place: Place) -> Program:
+    """The captured order, after every tensor of the caller was sent away and came back."""
+    tensors = [item.value for item in graph.inputs if graph.values[item.value].kind != "scalar"]
+    rows = [row for value in tensors for row in (*away(value, place), *back(value, place))]
+    return Program(graph.fingerprint, (*rows, *lowtide.keep_everything(graph).instructions))
+
+
+def updated_elsewhere(graph: Graph) -> Program:
+    """The captured order, with every update of the caller's storages on a copy in the arena, which then goes home.
+
+    The arena is not laid out yet.
+    """
+    instructions: list[Instruction] = []
+    for row in lowtide.keep_everything(graph).instructions:
+        pairs = graph.effects[row.op] if isinstance(row, Run) else ()
+        for _, old in pairs:
+            instructions += [*away(old, "host"), *back(old, "host", at=0)]
+        instructions.append(row)
+        for new, _ in pairs:
+            instructions += [*away(new, "host"), *back(new, "host")]
+    return Program(graph.fingerprint, tuple(instructions))
+
+
+def away(value: int, place: Place) -> list[Instruction]:
+    """Send a value away from the device."""
+    return [Copy(value, place), Wait(value, place), Free(value)]
+
+
+def back(value: int, place: Place, at: int = -1) -> list[Instruction]:
+    """Have it back."""
+    return [Copy(value, "device", at), Wait(value, "device"), Free(value, place)]

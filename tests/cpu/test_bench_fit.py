@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from racing import Here
 from typer.testing import CliRunner
 
 from lowtide import meter
@@ -30,7 +31,7 @@ from lowtide.models import SMALL, build
 
 MLP = SMALL["mlp"]
 QUICK = 0.2  # seconds of planning
-BLOCKS = {"resnet": 4, "wrn-28-2": 12, "unet": 5, "gpt": 2, "bert": 2, "deep-rnn": 4, "dynamicconv": 4}
+BLOCKS = {"resnet": 4, "wrn-28-2": 6, "unet": 5, "gpt": 2, "bert": 2, "deep-rnn": 4, "dynamicconv": 4}
 BLOCKS |= {"hf-gpt2": 2, "hf-bert": 2, "lstm": 0, "gru": 0}
 CHAIN = "tanh-chain:length=64,width=64,batch=64"
 
@@ -90,8 +91,7 @@ def test_processes_from_one_seed_agree_and_rest_between_turns() -> None:
 
 def test_lowtide_keeps_its_budget_in_a_process_of_its_own(one_thread: None) -> None:
     budget = 50_000
-    with started(MLP, EAGER, time_limit=0) as eager:
-        expected = eager.ask("warm-up")["digest"]
+    expected = Here(MLP, EAGER, time_limit=0).ask("warm-up")["digest"]
     with started(MLP, Contestant("x", "lowtide", budget=budget), time_limit=QUICK) as racer:
         warm = racer.ask("warm-up")
         metered = racer.ask("meter")
@@ -146,7 +146,7 @@ def test_a_process_that_ends_badly_says_why(tmp_path: Path, body: str, reason: s
 
 
 def test_an_interrupt_leaves_no_process_behind() -> None:
-    command = [sys.executable, "-m", "lowtide.cli", "bench", "fit", SMALL["densenet121"], "--peers", "none"]
+    command = [sys.executable, "-m", "lowtide.cli", "bench", "fit", "densenet121", "--peers", "none"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # who runs in the background is deaf to it
     bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     children: list[int] = []
@@ -211,8 +211,9 @@ def test_the_blocks_of_every_model_are_known() -> None:
 
 def test_a_compiler_keeps_a_fraction_of_the_activations(one_thread: None) -> None:
     own = []
-    for contestant in (EAGER, Contestant("x", "aot_eager", fraction=0.2)):
-        with started(SMALL["unet"], contestant, time_limit=0) as racer:
+    eager = Here(SMALL["unet"], EAGER, time_limit=0)
+    with started(SMALL["unet"], Contestant("x", "aot_eager", fraction=0.2), time_limit=0) as compiled:
+        for racer in (eager, compiled):
             racer.ask("warm-up")
             metered = racer.ask("meter")
             own.append(metered["metered_peak"] - metered["before"])
@@ -350,6 +351,13 @@ def test_a_race_from_end_to_end_with_a_duel(one_thread: None) -> None:
     assert result.exit_code == (0 if verdict["ok"] else 1)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown and kept of a race is the same where contestants have no process of their own."""
+    monkeypatch.setattr("lowtide.bench.race.Racer", Here)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_person_reads_tables_and_reasons(one_thread: None) -> None:
     result = run(MLP, "--rounds", "1", "--budgets", "least,1", "--peers", "none", "--time-limit", "0", "--markdown")
     assert result.exit_code == 0, result.output
@@ -361,6 +369,7 @@ def test_a_person_reads_tables_and_reasons(one_thread: None) -> None:
     assert "no-such-model failed: there is no built-in model" in result.stdout
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_races_that_are_kept_are_not_run_again(
     one_thread: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import lowtide
 from lowtide.check import check
+from lowtide.choice import choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
-from lowtide.choice import choose
 from lowtide.lossy import RECURRENT, cut, longest
 from lowtide.models.recurrent import gru, lstm
 from lowtide.plan import as_eager, keep_everything, with_narrow

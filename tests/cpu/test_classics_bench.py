@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from racing import Here
 from typer.testing import CliRunner
 
 from lowtide.bench.classics import CLAIMS, Figure, Found, apart, chain, loops, resnet
@@ -39,6 +40,20 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contestants need no process of their own; nor do points of a chain, but for the first."""
+    apart = chain.planned_apart
+
+    def planned(length: int, theirs: str, time_limit: float) -> chain.Point | None:
+        if (length, theirs) == (10, next(iter(chain.WAYS))):
+            return apart(length, theirs, time_limit)
+        return chain.Chain(length).by_lowtide(theirs, time_limit)
+
+    monkeypatch.setattr("lowtide.bench.race.Racer", Here)
+    monkeypatch.setattr(chain, "planned_apart", planned)
+
+
 def figures(found: Found) -> dict[str, Figure]:
     return {figure.what: figure for figure in found.figures}
 
@@ -46,6 +61,7 @@ def figures(found: Found) -> dict[str, Figure]:
 # -------------------------------------------------------------------------------------------------------- the claims
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_tiny_variant_keeps_its_bars(name: str) -> None:
     found = CLAIMS[name].run(True)
@@ -74,11 +90,12 @@ def test_a_figure_is_held_to_its_bar(figure: Figure, shown: str, bar: str, ok: b
     assert (figure.shown, figure.bar, figure.ok) == (shown, bar, ok)
 
 
-def test_a_duel_meters_both_and_tells_them_apart() -> None:
+def test_a_duel_meters_both_and_tells_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     target = chain.chain(16, 10**5)
     found = duel(target, lambda eager: eager.before + eager.own // 2, rounds=0, time_limit=0.3)
     assert found.equal
     assert found.time_ratio == 0.0
+    monkeypatch.setattr("lowtide.bench.race.Racer", Here)
     assert found.eager == eager_memory(target)
     assert found.eager.before == 3 * 10**5  # the parameter, its momentum and the batch
     assert 16 * 10**5 <= found.eager.own <= 19 * 10**5  # all nodes, and what is at the ends of the chain
@@ -127,6 +144,7 @@ def test_a_plan_that_takes_too_long_is_a_missed_bar() -> None:
     assert [one.ok for one in chain._held(other, larger)] == [False, True, True]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_small_batches_give_the_gradients_of_the_whole() -> None:
     target = "deep-rnn:layers=3,width=8,length=4,batch=16"
     whole, parts = by_parts(target, 16, rounds=1), by_parts(target, 2, rounds=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lowtide.plan.classics import CLASSICS
 from lowtide.plan.planning import Planning
 
 
+@cache
 def unrolled(length: int, loss: str = "each") -> lowtide.Graph:
     target = f"lstm-cell:length={length},width=8,batch=4,loss={loss}"
     return lowtide.capture(*models.build(target)).graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import mmap
@@ -19,15 +20,14 @@ from lowtide import models
 from lowtide.bench.predict import predict
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
+from lowtide.measure.book import Book
 
 measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = lowtide.allocator.build.load  # the allocator stays where it is built
-    compiled()
-    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.getbasetemp() / "costs"))
+def _own_cache(stocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(stocked))
 
 
 def metered(function: Any, example: tuple[Any, ...]) -> int:
@@ -183,6 +183,52 @@ def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     book.write_text("damaged")
     assert lowtide.measure(graph).graph == first.graph
     assert json.loads(book.read_text())
+
+
+def test_one_flipped_digit_of_an_answer_is_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    answer = {"seconds": 0.25, "extra": 64, "inside": 64, "outputs": [128, None], "in_place": [[0, 1]], "code": 0}
+    given = {"a1": answer, "b2": {**answer, "in_place": []}}
+    book = Book(["here"])
+    book.add(given)
+    assert Book(["here"]).answers == given
+    assert Book(["elsewhere"]).answers == {}
+    whole = book.path.read_text()
+    digits = [place for place, letter in enumerate(whole) if letter.isdigit()]
+    assert len(digits) > 50
+    for place in digits:
+        book.path.write_text(whole[:place] + str((int(whole[place]) + 1) % 10) + whole[place + 1 :])
+        found = Book(["here"]).answers
+        assert len(found) == 1
+        assert found.items() <= given.items()
+    for junk in ("NaN", "[]", '{"a1": 1}', "[" * 100_000, '{"a1": {"answer": {}, "sha256": ""}}', whole[:-5], "\udcff"):
+        book.path.write_text(junk, errors="surrogateescape")
+        assert Book(["here"]).answers == {}
+
+
+def test_answers_that_others_may_have_written_are_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    answer = {"seconds": 1.0, "extra": 0, "inside": 0, "outputs": [], "in_place": [], "code": 0}
+    book = Book([])
+    book.add({"a": answer})
+    book.path.chmod(0o620)
+    assert Book([]).answers == {}
+    book.path.chmod(0o600)
+    assert Book([]).answers == {"a": answer}
+    book.path.rename(tmp_path / "elsewhere")
+    book.path.symlink_to(tmp_path / "elsewhere")
+    assert Book([]).answers == {}
+
+
+def test_the_book_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[list[Any]] = []
+    monkeypatch.setattr(measuring, "Book", lambda depends: named.append(depends) or Book(["no"]))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    for device in ("cpu", "meta"):
+        empty = dataclasses.replace(graph, device=device, ops=(), outputs=())
+        lowtide.measure(empty)
+    assert named[0] != named[1]
+    assert "cpu" in named[0]
 
 
 def test_a_call_that_fails_is_contained() -> None:

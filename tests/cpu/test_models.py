@@ -99,6 +99,16 @@ def test_the_stages_of_a_depth_give_the_same_net() -> None:
     assert str(by_depth) == str(build_without_memory("resnet:stages=3-4-6-3"))
 
 
+def test_blocks_make_other_nets_than_the_published_ones() -> None:
+    def convolutions(target: str) -> int:
+        return sum(isinstance(module, nn.Conv2d) for module in build_without_memory(target).modules())
+
+    assert convolutions("wrn-28-2") == convolutions("wrn-28-2:blocks=4") == 28  # of which three are projections
+    assert convolutions("wrn-28-2:blocks=2") == 16
+    assert convolutions("densenet121:stages=6-12-24-16") == convolutions("densenet121") == 120
+    assert convolutions("densenet121:stages=1-2-1-1") == 1 + 2 * 5 + 3
+
+
 def test_a_node_of_the_tanh_chain_takes_one_mebibyte() -> None:
     _, model, _, (inputs,) = build("tanh-chain")
     (offset,) = model.parameters()
@@ -211,11 +221,10 @@ def test_the_catalog_describes_every_option() -> None:
         assert entry.summary.count(". ") <= 1
         assert "\n" not in entry.summary
         assert {"batch", "optimizer", "lr"} <= set(entry.options)
-        for kind, default, meaning in entry.options.values():
-            assert str(kind)
-            assert meaning
-            text = "-".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            assert default is None or kind.read(text) == default
+        for option in entry.options.values():
+            assert str(option.type)
+            assert option.meaning
+            assert option.default is None or option.type.read(option.text) == option.default
 
 
 def test_a_target_is_split_into_its_name_and_options() -> None:

@@ -117,10 +117,10 @@ def stopping():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Costs are measured here and shared by the tests of this file only."""
+def own_cache(stocked: Path) -> Iterator[None]:
+    """Costs are measured here, whatever the user's own cache has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("LOWTIDE_CACHE", str(stocked))
         yield
 
 

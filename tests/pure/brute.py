@@ -101,6 +101,8 @@ class Machine:
             for item in graph.inputs
         }
         self.away: dict[str, dict[int, Cell]] = {"host": {}, "disk": {}}
+        self.homes = {cell.home: cell for cell in self.device.values()}
+        self.kept = {graph.values[item.value].storage for item in graph.inputs if item.stays}
         self.heap = list(self.device.values())  # every cell of the device that was ever there
         self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
         self.draws: list[int] = []  # ops, in the order in which they drew
@@ -188,17 +190,21 @@ class Machine:
         cells = self.device if place == "device" else self.away[place]
         if value not in cells:
             raise Wrong("nothing to free")
-        self.release(cells.pop(value))
+        cell = cells.pop(value)
+        if cell.home in self.kept:
+            return  # the caller holds it
+        self.homes.pop(cell.home, None)
+        self.release(cell)
 
     def copy(self, value: int, to: str, at: int) -> None:
         if to == "device":
             ready = [p for p in ("host", "disk") if value in self.away[p] and (value, p) not in self.flights]
             if not ready:
                 raise Wrong("nothing to copy")
-            source, target = self.away[ready[0]][value], self.allocate(self.costs.nbytes[value], at)
-            storage = self.graph.values[value].storage
-            if at == -1 and storage in self.graph.lasting_storages:
-                target.home = storage  # the executor hands it to the caller if it is still there at the end
+            source, storage = self.away[ready[0]][value], self.graph.values[value].storage
+            home = at == -1 and storage in self.homes
+            target = self.homes[storage] if home else self.allocate(self.costs.nbytes[value], at)
+            self.write(target, GARBAGE)
             self.device[value] = target
         else:
             if value not in self.device:
@@ -255,13 +261,12 @@ class Machine:
         if self.draws != [op for op, item in enumerate(graph.ops) if item.random]:
             raise Wrong("the generator is in another state")
         last = {graph.values[v].storage: v for v in sorted(self.right)}
-        kept = {i.value for i in graph.inputs if i.stays and last[graph.values[i.value].storage] == i.value}
-        for value in graph.required | kept:
+        for value in graph.required | {last[storage] for storage in self.kept}:
             cell = self.device.get(value)
             if cell is None or self.read(cell) != self.right[value]:
                 raise Wrong(f"%{value} is not there")
             storage = graph.values[value].storage
-            if storage in graph.lasting_storages and last[storage] == value and cell.home != storage:
+            if storage in graph.lasting_storages and cell.home != storage:
                 raise Wrong(f"%{value} is not where the caller looks")
 
 
@@ -363,6 +368,24 @@ class History:
             return row.at[self.graph.makes_of(row.op, again=row.again).index(value)]
         return -1
 
+    def at_home(self, now: int, value: int) -> bool:
+        """Whether a value is in the caller's own storage."""
+        since = self.since(now, "device", value)
+        if since < 0:
+            return since == -1
+        row = self.rows[since]
+        if isinstance(row, Run):
+            return any(made == value and self.at_home(since, read) for made, read in row.over)
+        return isinstance(row, Copy) and row.at == -1 and self.root(value) and not self.homeless(since, value)
+
+    def homeless(self, now: int, value: int) -> bool:
+        """Whether the storage was one that the step uses up, and is gone."""
+        mine = {v for v in range(len(self.graph.values)) if self.same(v, value)}
+        if any(item.stays and item.value in mine for item in self.graph.inputs):
+            return False
+        frees = [n for n, row in enumerate(self.rows[:now]) if isinstance(row, Free) and row.place == "device"]
+        return any(self.rows[n].value in mine and self.at_home(n, self.rows[n].value) for n in frees)  # type: ignore[union-attr]
+
     def spans(self, now: int) -> list[tuple[int, int]]:
         """What is in the arena: where it starts and ends."""
         values = [v for v in range(len(self.graph.values)) if self.there(now, "device", v)]
@@ -387,6 +410,8 @@ class History:
                 if not self.flying(now, place, value):
                     yield "wait without copy"
             case Copy(value, to, at):
+                if self.graph.values[value].kind == "scalar":
+                    yield "no such"
                 if self.there(now, to, value):
                     yield "copied twice"
                 if to == "device":
@@ -395,6 +420,9 @@ class History:
                         yield from (found[0] + found[1])
                     yield from self.misplaced(value, self.costs.nbytes[value], at)
                     if at >= 0 and any(self.meet((at, at + self.costs.nbytes[value]), s) for s in self.spans(now)):
+                        yield "overlap"
+                    same = [v for v in range(len(self.graph.values)) if self.same(v, value)]
+                    if (to, at) == ("device", -1) and any(self.at_home(now, v) for v in same):
                         yield "overlap"
                 else:
                     yield from self.reading(now, "device", value)
@@ -415,6 +443,10 @@ class History:
         if item.random and not before and any(row.op > run.op and self.graph.ops[row.op].random for row in earlier):
             yield "random replay"
 
+    def same(self, one: int, other: int) -> bool:
+        """Whether two values are contents of one storage."""
+        return self.graph.values[one].storage == self.graph.values[other].storage
+
     def root(self, value: int) -> bool:
         """Whether the storage of a value is that of an input."""
         return any(self.graph.values[i.value].storage == self.graph.values[value].storage for i in self.graph.inputs)
@@ -432,6 +464,10 @@ class History:
         if any(size[m] != size[r] or self.there(now, "device", m) for m, r in run.over):
             yield "illegal in-place"
         if not run.again and any(pair not in run.over for pair in op.updates if self.root(pair[1])):
+            yield "illegal in-place"
+        if any(self.graph.values[value].kind == "scalar" for pair in run.over for value in pair):
+            yield "illegal in-place"
+        if any(m == new and r != old for m, r in run.over for new, old in op.updates):
             yield "illegal in-place"
         if any(self.busy(now, "device", value) for value in read):
             yield "free during copy"
@@ -471,10 +507,8 @@ class History:
         if any(item.random and op not in ran for op, item in enumerate(graph.ops)):
             yield "random replay"
         for value in range(len(graph.values)):
-            written = any(
-                graph.values[old].storage == graph.values[value].storage for op in graph.ops for _, old in op.updates
-            )
-            stays = any(item.value == value and item.stays for item in graph.inputs) and not written
+            written = any(value == old for op in graph.ops for _, old in op.updates)
+            stays = any(item.stays and self.same(item.value, value) for item in graph.inputs) and not written
             expected = any(output.value == value for output in graph.outputs) or stays
             for place in ("device", "host", "disk"):
                 if self.flying(end, place, value):
@@ -485,6 +519,8 @@ class History:
                 yield "missing output"
             if expected and self.there(end, "device", value) and self.offset(end, value) != -1:
                 yield "misplaced"
+            elif expected and self.there(end, "device", value) and self.root(value) and not self.at_home(end, value):
+                yield "away from home"
             if self.there(end, "device", value) and not expected and not self.is_input(value):
                 yield "never freed"
 

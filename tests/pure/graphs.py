@@ -19,6 +19,7 @@ from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
 
 SIZES = (0, 1, 60, 64, 64, 64, 100, 128, 128, 256)  # bytes; several values must have equal sizes
 AWAY: tuple[Place, ...] = ("host", "disk")
+SOMEWHERE = 0  # of the arena, as long as nothing has been laid out
 
 
 class Stuck(Exception):
@@ -87,7 +88,7 @@ def _make_op(random: Random, index: int, values: list[Value], current: dict[int,
         args = [tuple(args)]
     return Op(
         name=f"op{index}",
-        target=f"made.up.{index}",
+        target=f"aten.made_up.form{index}",
         args=tuple(args),
         kwargs=tuple(kwargs),
         outputs=tuple(outputs),
@@ -210,16 +211,20 @@ def make_costs(random: Random, graph: Graph) -> Costs:
 
 def must_stay(graph: Graph) -> set[int]:
     """The values that must be on the device when the step ends."""
-    updated = {graph.values[old].storage for op in graph.ops for _, old in op.updates}
-    stay = {i.value for i in graph.inputs if i.stays and graph.values[i.value].storage not in updated}
-    return stay | set(graph.required)
+    last = {graph.values[i.value].storage: i.value for i in graph.inputs if i.stays}
+    for op in graph.ops:
+        last |= {graph.values[old].storage: new for new, old in op.updates if graph.values[old].storage in last}
+    return set(last.values()) | set(graph.required)
 
 
-def make_program(random: Random, graph: Graph, costs: Costs, *, wild: float = 0.3) -> Program:
-    """A valid program; the wilder, the more it recomputes, offloads and works in place."""
+def make_program(random: Random, graph: Graph, costs: Costs, *, wild: float = 0.3, astray: float = 0.0) -> Program:
+    """A valid program; the wilder, the more it recomputes, offloads and works in place.
+
+    `astray` is the part of the copies of the caller's storages that are meant for an arena: then it needs `lay_out`.
+    """
     for _ in range(8):
         try:
-            writer = _Writer(random, graph, costs, wild)
+            writer = _Writer(random, graph, costs, wild, astray)
             writer.write()
         except Stuck:
             wild *= 0.5
@@ -231,14 +236,15 @@ def make_program(random: Random, graph: Graph, costs: Costs, *, wild: float = 0.
 def captured(graph: Graph) -> Program:
     """The order of the graph, each value freed after its last use, only the updates that must be in place."""
     last: dict[int, int] = {}
-    for index in range(len(graph.ops)):
+    for index in graph.ordinary:
         last.update(dict.fromkeys(graph.reads[index] + graph.makes[index], index))
     gone = {old for pairs in graph.effects for _, old in pairs}
+    keep = must_stay(graph)
     instructions: list[Instruction] = []
-    for index in range(len(graph.ops)):
+    for index in graph.ordinary:
         instructions.append(Run(index, over=graph.effects[index]))
         used = graph.reads[index] + graph.makes[index]
-        done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in graph.required | gone]
+        done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in keep | gone]
         instructions.extend(Free(value) for value in done)
     return Program(graph.fingerprint, tuple(instructions))
 
@@ -246,12 +252,14 @@ def captured(graph: Graph) -> Program:
 class _Writer:
     """Writes a random program, one op after the other, and gets back what it dropped when it is needed."""
 
-    def __init__(self, random: Random, graph: Graph, costs: Costs, wild: float) -> None:
-        self.random, self.graph, self.costs, self.wild = random, graph, costs, wild
+    def __init__(self, random: Random, graph: Graph, costs: Costs, wild: float, astray: float) -> None:
+        self.random, self.graph, self.costs, self.wild, self.astray = random, graph, costs, wild, astray
         self.instructions: list[Instruction] = []
         self.places: dict[str, set[int]] = {"device": {i.value for i in graph.inputs}, "host": set(), "disk": set()}
         self.flights: dict[tuple[int, str], str] = {}  # (value, to) -> from
         self.has_run: set[int] = set()
+        self.homes: dict[int, int | None] = {graph.values[i.value].storage: i.value for i in graph.inputs}
+        self.kept = {graph.values[i.value].storage for i in graph.inputs if i.stays}
 
     def write(self) -> None:
         for op in self.order():
@@ -262,6 +270,9 @@ class _Writer:
         keep = must_stay(self.graph)
         for value in sorted(keep):
             self.bring(value, keep)
+        for value in sorted(keep):
+            if self.graph.values[value].storage in self.graph.lasting_storages:
+                self.bring_home(value)
         for value, place in sorted(self.flights):
             self.wait(value, place)
         for place in self.places:
@@ -273,7 +284,7 @@ class _Writer:
     def order(self) -> list[int]:
         """The ops of the graph in a random order that leaves every result as it is, some dead ones left out."""
         graph = self.graph
-        needed = set(graph.required)
+        needed = must_stay(graph)
         alive = set()
         for op in reversed(range(len(graph.ops))):
             if graph.ops[op].random or needed & set(graph.makes[op]) or self.random.random() < 0.7:
@@ -316,6 +327,26 @@ class _Writer:
             self.bring(read, protected | set(reads))
         self.run(maker, protected)
 
+    def bring_home(self, value: int) -> None:
+        """Have the value, which is on the device, in the caller's own storage."""
+        storage = self.graph.values[value].storage
+        if storage not in self.homes:
+            raise Stuck
+        other = self.homes[storage]
+        if other == value:
+            return
+        if other is not None:
+            self.free(other, "device")
+        away = [place for place in AWAY if value in self.places[place]]
+        if not away:
+            away = [self.random.choice(AWAY)]
+            self.copy(value, away[0], "device")
+        if all((value, place) in self.flights for place in away):
+            self.wait(value, away[0])
+        self.free(value, "device")
+        self.astray = 0.0
+        self.copy(value, "device", next(place for place in away if (value, place) not in self.flights))
+
     def run(self, op: int, protected: set[int]) -> None:
         graph, again = self.graph, op in self.has_run
         makes, reads = graph.makes_of(op, again=again), graph.reads_of(op, again=again)
@@ -324,7 +355,9 @@ class _Writer:
             if any(made == m or read == r for m, r in over) or made in self.places["device"]:
                 continue
             lasting = graph.values[read].storage in graph.lasting_storages or read in graph.required
-            possible = made in makes and read in reads and read not in protected and not lasting
+            update = all(made != new or read == old for new, old in graph.ops[op].updates)
+            update &= "scalar" not in (graph.values[made].kind, graph.values[read].kind)
+            possible = made in makes and read in reads and read not in protected and not lasting and update
             if possible and self.random.random() < self.wild:
                 over.append((made, read))
         self.random.shuffle(over)
@@ -332,6 +365,9 @@ class _Writer:
             self.settle(read, "device")
         self.instructions.append(Run(op, (), tuple(over), again))
         self.has_run.add(op)
+        for made, read in over:
+            if self.homes.get(graph.values[read].storage) == read:
+                self.homes[graph.values[read].storage] = made
         self.places["device"] -= {read for _, read in over}
         self.places["device"] |= set(makes)
 
@@ -347,7 +383,7 @@ class _Writer:
             elif value not in later and roll < 0.7:
                 if self.graph.maker[value] >= 0 or self.random.random() < 0.3:
                     self.free(value, "device")
-            elif roll < self.wild / 2:
+            elif roll < self.wild / 2 and self.graph.values[value].kind != "scalar":
                 for place in AWAY:
                     if value not in self.places[place] and self.random.random() < 0.6:
                         self.copy(value, place, "device")
@@ -361,7 +397,7 @@ class _Writer:
                     self.free(value, place)
                 elif value not in self.places["device"] and (value, place) not in self.flights:
                     first = place == "host" or value not in self.places["host"]  # the host comes before the disk
-                    if first and self.random.random() < 0.1:
+                    if first and self.random.random() < 0.1 and self.may_come(value):
                         self.copy(value, "device", place)
 
     def settle(self, value: int, place: str) -> None:
@@ -374,9 +410,27 @@ class _Writer:
         self.settle(value, place)
         self.instructions.append(Free(value, place))  # type: ignore[arg-type]
         self.places[place].remove(value)
+        storage = self.graph.values[value].storage
+        if place == "device" and self.homes.get(storage) == value:
+            self.homes[storage] = None
+            if storage not in self.kept:
+                del self.homes[storage]
+
+    def may_come(self, value: int) -> bool:
+        """Whether there is a place for it: what is of the caller's storages may have to wait until it can go home."""
+        return self.astray > 0 or self.homes.get(self.graph.values[value].storage) is None
 
     def copy(self, value: int, to: str, source: str) -> None:
-        self.instructions.append(Copy(value, to))  # type: ignore[arg-type]
+        storage, at = self.graph.values[value].storage, -1
+        if to == "device" and storage in self.graph.lasting_storages:
+            if not self.may_come(value):
+                raise Stuck
+            occupied = self.homes.get(storage) is not None
+            if self.astray and (occupied or self.random.random() < self.astray):
+                at = SOMEWHERE
+            elif storage in self.homes:
+                self.homes[storage] = value
+        self.instructions.append(Copy(value, to, at))  # type: ignore[arg-type]
         self.places[to].add(value)
         self.flights[value, to] = source
 
@@ -411,9 +465,8 @@ def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Pro
         match instruction:
             case Free(value, "device"):
                 del there["device", value]
-            case Copy(value, "device"):
-                offset = -1
-                if value in outside:
+            case Copy(value, "device", offset):
+                if value in outside and offset < 0:
                     there["device", value] = (-1, 0)
                 else:
                     offset = fit(("device", value), costs.nbytes[value])
@@ -545,8 +598,9 @@ def make_case(size: int, seed: int) -> Case:
     random = Random(seed)
     graph = make_graph(random, size)
     costs = make_costs(random, graph)
-    program = make_program(random, graph, costs, wild=random.choice((0.0, 0.2, 0.4, 0.6)))
-    if random.random() < 0.6:
+    arena, wild = random.random() < 0.6, random.choice((0.0, 0.2, 0.4, 0.6))
+    program = make_program(random, graph, costs, wild=wild, astray=random.choice((0.0, 0.5)) if arena else 0.0)
+    if arena:
         program = lay_out(random, graph, costs, program)
     return Case(size, seed, graph, costs, program)
 

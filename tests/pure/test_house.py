@@ -15,12 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lowtide"
 
 # The map of the house. Every file and folder of the package has its place here, and in CONTRIBUTING.md.
-NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "files", "tree", "captured"}
-INSTRUMENTS = {"allocator", "kernels", "native"}
+NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "files", "tree"} | {
+    "captured",
+    "guards",
+    "changes",
+}
+INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
-DOORS = {"__init__", "fit", "wrap", "scan", "cli", "bench"}
+DOORS = {"__init__", "fit", "choice", "wrap", "scan", "verify", "cli", "bench"}
 
 PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
 WITHOUT_TORCH = NOUNS | {"native", "lossy", "plan", "report"}
@@ -32,6 +36,8 @@ MAY_IMPORT = {  # besides itself
     **dict.fromkeys(DOORS, NOUNS | INSTRUMENTS | VERBS | MODELS | DATA | DOORS),
 }
 REFUSED = {"utils", "common", "core", "base", "misc", "helpers", "manager", "v2"}
+OPEN = {"sys", "aten", "torch.ops.aten"}  # whose names may begin with an underscore
+KNOWN = {"_fields"}  # of a named tuple: documented
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
@@ -51,6 +57,7 @@ class House:
         self.root = root
         self.folder = root / PACKAGE
         self.modules = {self._name(path): path for path in sorted(self.folder.rglob("*.py"))}
+        self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.modules.items()}
         self.imports = [found for name in self.modules for found in self._imports(name)]
 
     def rooms(self) -> set[str]:
@@ -79,7 +86,7 @@ class House:
     def _imports(self, name: str) -> Iterator[Import]:
         path = self.modules[name]
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(self.trees[name]):
             for target in self._targets(node, package):
                 yield Import(name, target, f"{path.relative_to(self.root)}:{node.lineno}")  # type: ignore[attr-defined]
 
@@ -179,6 +186,50 @@ def unfinished(house: House) -> Iterator[str]:
                     yield f"{path.relative_to(house.root)}:{number}: {match[0]}"
 
 
+def reaching_in(house: House) -> Iterator[str]:
+    """Private parts of torch, and of others, outside of the one file for them."""
+    own = {name for tree in house.trees.values() for name in _defined(tree)}
+    for module, tree in house.trees.items():
+        if room(module) == "private":
+            continue
+        for node in ast.walk(tree):
+            for name in _private_names(node):
+                if name not in own | KNOWN:
+                    where = f"{house.modules[module].relative_to(house.root)}:{node.lineno}"  # type: ignore[attr-defined]
+                    yield f"{where}: {name} is a private part of somebody else; only private.py may use it"
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """The names that a file gives to things itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _private_names(node: ast.AST) -> Iterator[str]:
+    """The private names that one piece of code takes from elsewhere."""
+    if isinstance(node, ast.Attribute):
+        if _private(node.attr) and ast.unparse(node.value) not in OPEN:
+            yield node.attr
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        dotted = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        yield from filter(_private, (part for name in dotted for part in name.split(".")))
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
+        yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and _private(str(arg.value)))
+
+
 def off_the_map(house: House) -> Iterator[str]:
     """Files and folders without a place on the map."""
     for name, path in house.modules.items():
@@ -199,7 +250,7 @@ def unexplained(root: Path) -> Iterator[str]:
             yield f"pyproject.toml:{number}: {dependency} has no comment that says why it is needed"
 
 
-RULES = (strangers, joining, torch_inside, shared_eyes, odd_names, unfinished, off_the_map)
+RULES = (strangers, joining, torch_inside, shared_eyes, odd_names, unfinished, reaching_in, off_the_map)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +293,7 @@ def fired(house: House) -> dict[str, list[str]]:
     return {name: broken for name, broken in found.items() if broken}
 
 
-ALLOWED = "__init__, bench, cli, fit, scan, wrap"
+ALLOWED = "__init__, bench, cli, fit, scan, verify, wrap"
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
     (
@@ -313,6 +364,20 @@ BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
         {
             "odd_names": ["lowtide/measure/utils.py:1: the name utils says nothing"],
             "unfinished": ["lowtide/measure/utils.py:1: FIXME"],
+        },
+    ),
+    (
+        {
+            "execute.py": "import torch\nfrom torch._C import ops\nmode = torch.nn._mode\nf = getattr(mode, '_f')\n",
+            "plan.py": "class A:\n    def f(self):\n        self._b = sys._getframe()\nc = A()._b\naten._to_copy\n",
+            "private.py": "import torch\nmode = torch._C._mode\n",
+        },
+        {
+            "reaching_in": [
+                "lowtide/execute.py:2: _C is a private part of somebody else; only private.py may use it",
+                "lowtide/execute.py:3: _mode is a private part of somebody else; only private.py may use it",
+                "lowtide/execute.py:4: _f is a private part of somebody else; only private.py may use it",
+            ],
         },
     ),
     (

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from random import Random
 
 import pytest
-from graphs import Case, lay_out, make_costs, make_graph, make_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optional import make_optional_case
 from test_check import _agree
 
 from lowtide.check import check
-from lowtide.costs import Costs, declared
+from lowtide.costs import declared
 from lowtide.errors import FileError, ProgramError
 from lowtide.graph import Arg, Graph, Input, Op, Output, Phase, Read, Value, View
 from lowtide.plan import as_eager, keep_everything, plan
 from lowtide.plan.narrow import Narrow, narrow_keeps, sizes_only, with_narrow
 from lowtide.plan.order import captured_order, early_updates
-from lowtide.program import Copy, Free, Instruction, Program, Run
+from lowtide.program import Free, Instruction, Program, Run
 from lowtide.simulate import simulate
 
 # -------------------------------------------------------------------------------------- a step that a person can read
@@ -172,63 +171,6 @@ def test_packs_again() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- against brute force
-
-
-def make_optional_case(size: int, seed: int) -> Case:
-    """A random step, to whose graph and program packs and unpacks of random values were added."""
-    random = Random(seed)
-    graph = make_graph(random, size)
-    costs = make_costs(random, graph)
-    rows = list(make_program(random, graph, costs, wild=random.choice((0.0, 0.3))).instructions)
-    away = {row.value for row in rows if isinstance(row, Copy)}
-    made = [value for value, maker in enumerate(graph.maker) if maker >= 0 and value not in away | graph.required]
-    made = [value for value in made if graph.values[value].storage not in graph.lasting_storages]
-    for value in random.sample(made, min(len(made), 2)):
-        graph, costs = _with_pack(random, graph, costs, value)
-        pack, narrow = len(graph.ops) - 2, len(graph.values) - 1
-        if idle := _idle(graph, rows, value):
-            start = random.choice(idle)
-            end = next(number for number in range(start, len(rows) + 1) if number not in idle)
-            rows[end:end] = [Run(pack + 1), Free(narrow)]
-            rows[start:start] = [Run(pack), Free(value)]
-    program = _program(rows, graph)
-    if random.random() < 0.5:
-        program = lay_out(random, graph, costs, program)
-    return Case(size, seed, graph, costs, program)
-
-
-def _with_pack(random: Random, graph: Graph, costs: Costs, value: int) -> tuple[Graph, Costs]:
-    """One value more, and the two optional ops that make it of this one and this one of it."""
-    narrow = len(graph.values)
-    small = Value(f"narrow{narrow}", random.choice((0, 1, 64)), "activation", 1000 + narrow)
-    pack = Op("pack", "made.up.pack", (Read(value),), outputs=(narrow,), optional=True)
-    unpack = Op("unpack", "made.up.unpack", (Read(narrow),), outputs=(value,), optional=True)
-    graph = dataclasses.replace(graph, ops=(*graph.ops, pack, unpack), values=(*graph.values, small))
-    costs = dataclasses.replace(
-        costs,
-        graph=graph.fingerprint,
-        seconds=(*costs.seconds, 0.1, 0.1),
-        extra=(*costs.extra, random.choice((0, 64)), 0),
-        nbytes=(*costs.nbytes, small.nbytes),
-        in_place=(*costs.in_place, (), ()),
-    )
-    return graph, costs
-
-
-def _idle(graph: Graph, rows: list[Instruction], value: int) -> list[int]:
-    """The rows before which the value is there, and which have nothing to do with it."""
-    there, found = False, []
-    for number, row in enumerate(rows):
-        if isinstance(row, Run):
-            reads, makes = graph.reads_of(row.op, again=row.again), graph.makes_of(row.op, again=row.again)
-            named = value in reads or value in makes
-            after = (there or value in makes) and all(value != read for _, read in row.over)
-        else:
-            named, after = row.value == value, there and row != Free(value)
-        if there and not named:
-            found.append(number)
-        there = after
-    return found
 
 
 @given(st.integers(1, 10), st.integers(0, 2**32 - 1))

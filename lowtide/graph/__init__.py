@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lowtide import files
-from lowtide.errors import FileError
 
 Kind = Literal[
     "parameter",
@@ -32,6 +31,7 @@ Kind = Literal[
     "scalar",  # a Python number that is known only when the step runs
 ]
 Phase = Literal["forward", "backward", "update"]
+Role = Literal["result", "gradient", "buffer", "input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Output:
     """A value that must be there after the step: a result, a gradient, a new buffer, or what became of an input."""
 
     value: int
-    role: Literal["result", "gradient", "buffer", "input"]
+    role: Role
     path: tuple[str | int, ...]
     view: int | None = None
 
@@ -217,6 +217,13 @@ class Graph:
         return tuple(value for value in self.makes[op] if value not in left)
 
     @cached_property
+    def fault(self) -> str | None:
+        """Why no program of this graph can be run, whatever made it; None: what it names exists and may be called."""
+        from lowtide.graph.sound import first_fault  # which reads what is defined here
+
+        return first_fault(self)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of the arithmetic: equal for equal steps, whatever file and line they come from."""
         payload = _encode_graph(self)
@@ -257,15 +264,11 @@ class Graph:
         files.save(path, "graph", _encode_graph(self), force=force)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Graph:
-        """Load what `save` wrote."""
-        payload = files.load(path, "graph")
-        try:
-            graph = _decode_graph(payload)
-            _check_references(graph)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise FileError(f"{path} holds no valid graph: {error!r}", hint="capture the step again.") from error
-        return graph
+    def load(path: str | os.PathLike[str], *, own: Collection[str] = ()) -> Graph:
+        """Load what `save` wrote; a file may call torch's ops, and those of the namespaces named here."""
+        from lowtide.graph.decode import read_graph  # which makes what is defined here
+
+        return read_graph(path, own)
 
 
 def _reads_in(arg: Arg) -> Iterator[Read]:
@@ -311,25 +314,6 @@ def encode_arg(arg: Arg) -> Any:
             return arg
 
 
-def decode_arg(data: Any) -> Arg:
-    """An argument from JSON."""
-    match data:
-        case list():
-            return tuple(decode_arg(item) for item in data)
-        case {"read": [int(value), view]}:
-            return Read(value, None if view is None else int(view))
-        case {"constant": [str(family), str(name)]}:
-            return Constant(family, name)
-        case {"complex": str(text)}:
-            return complex(text)
-        case {"float": str(text)}:
-            return float(text)
-        case None | bool() | int() | float() | str():
-            return data
-        case _:
-            raise ValueError(f"no argument: {data!r}")
-
-
 def _encode_graph(graph: Graph) -> dict[str, Any]:
     return {
         "device": graph.device,
@@ -356,87 +340,3 @@ def _encode_op(op: Op) -> dict[str, Any]:
     if op.optional:  # absent otherwise, as in files from before there were optional ops
         data["optional"] = True
     return data
-
-
-def _decode_op(data: Mapping[str, Any]) -> Op:
-    args = decode_arg(data["args"])
-    assert isinstance(args, tuple)
-    return Op(
-        name=str(data["name"]),
-        target=str(data["target"]),
-        args=args,
-        kwargs=tuple((str(key), decode_arg(arg)) for key, arg in data["kwargs"].items()),
-        outputs=tuple(None if value is None else int(value) for value in data["outputs"]),
-        updates=tuple((int(new), int(old)) for new, old in data["updates"]),
-        detachable=bool(data["detachable"]),
-        random=bool(data["random"]),
-        optional=bool(data.get("optional", False)),
-        phase=_one_of(data["phase"], get_args(Phase)),
-        module=str(data["module"]),
-        source=str(data["source"]),
-    )
-
-
-def _decode_graph(data: Mapping[str, Any]) -> Graph:
-    views = []
-    for parent, target, raw, item in data["views"]:
-        args = decode_arg(raw)
-        assert isinstance(args, tuple)
-        views.append(View(parent, str(target), args, item))
-    values = tuple(
-        Value(
-            str(name),
-            int(nbytes),
-            _one_of(kind, get_args(Kind)),
-            int(storage),
-            str(dtype),
-            tuple(shape),
-            tuple(stride),
-            end,
-        )
-        for name, nbytes, kind, storage, dtype, shape, stride, end in data["values"]
-    )
-    return Graph(
-        ops=tuple(_decode_op(op) for op in data["ops"]),
-        values=values,
-        inputs=tuple(Input(int(value), tuple(path), bool(stays)) for value, path, stays in data["inputs"]),
-        outputs=tuple(
-            Output(int(value), _one_of(role, ("result", "gradient", "buffer", "input")), tuple(path), view)
-            for value, role, path, view in data["outputs"]
-        ),
-        views=tuple(views),
-        device=str(data["device"]),
-        generator_bytes=int(data["generator_bytes"]),
-        notes=tuple(map(str, data["notes"])),
-    )
-
-
-def _one_of(word: Any, words: tuple[str, ...]) -> Any:
-    if word not in words:
-        raise ValueError(f"{word!r} is none of {', '.join(words)}")
-    return word
-
-
-def _check_references(graph: Graph) -> None:
-    """Raise ValueError where an index points nowhere or a value has two ordinary makers."""
-    inputs = {item.value for item in graph.inputs}
-    if not inputs <= set(range(len(graph.values))):
-        raise ValueError(f"inputs {sorted(inputs)}, of {len(graph.values)} values")
-    made = set(inputs)
-    for index, op in enumerate(graph.ops):
-        for read in op.arguments():
-            if read.value not in made:
-                raise ValueError(f"op {index} {op.name} reads %{read.value} before it is made")
-            if read.view is not None and not 0 <= read.view < len(graph.views):
-                raise ValueError(f"op {index} {op.name} reads through view {read.view}, of {len(graph.views)}")
-        if op.optional and (op.updates or op.random):
-            raise ValueError(f"op {index} {op.name} is optional, but updates values or draws from the generator")
-        if not op.optional and index not in graph.ordinary:
-            raise ValueError(f"op {index} {op.name} is not optional, but comes after ops that are")
-        for value in op.makes:
-            if not 0 <= value < len(graph.values) or value in (inputs if op.optional else made):
-                raise ValueError(f"op {index} {op.name} makes %{value}, which exists already or has no entry")
-            made.add(value)
-    for output in graph.outputs:
-        if output.value not in made:
-            raise ValueError(f"output %{output.value} is never made")

@@ -1,0 +1,180 @@
+"""What is refused at the door: models, tensors and processes of which a captured step would be something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lowtide import private, tree
+from lowtide.errors import CaptureError
+
+ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together come later"
+
+# torch's classes of modules, by their names: they are recognised without importing what may not be there.
+MODULES: Mapping[str, tuple[str, str]] = {
+    "DistributedDataParallel": (
+        "it averages gradients between processes with hooks that a captured step does not have, so the ranks would "
+        "drift apart in silence",
+        f"{ONE_PROCESS}. Give the model without DistributedDataParallel around it.",
+    ),
+    "FullyShardedDataParallel": (
+        "its parameters are shards that it gathers and scatters around each layer, with hooks that a captured step "
+        "does not have",
+        f"{ONE_PROCESS}. Give the model without FullyShardedDataParallel.",
+    ),
+    "FSDPModule": (
+        "fully_shard made its parameters shards that are gathered around each layer, with hooks that a captured step "
+        "does not have",
+        f"{ONE_PROCESS}. Give the model without fully_shard.",
+    ),
+    "DataParallel": (
+        "it copies the model to several devices at each call, and lowtide plans one device",
+        "give the model inside it: model.module.",
+    ),
+    "OptimizedModule": (
+        "torch.compile runs other kernels, whose results are not eager's to the bit, and lowtide plans each of eager's",
+        "give the model that was compiled: model._orig_mod.",
+    ),
+    "ScriptModule": (
+        "torch.jit runs it by an interpreter of its own, which fuses ops as it likes",
+        "give the Python module that it was scripted or traced from.",
+    ),
+}
+QUANTIZED = "its packed weights are no tensors, have no gradients, and can't be trained"
+LAZY = "it has no shape before its first forward"
+
+
+def refuse_at_the_door(step: Callable[..., Any], model: torch.nn.Module, example: tuple[Any, ...]) -> None:
+    """Raise where a captured step could not be what eager's is, before anything is traced; nothing is changed."""
+    _refuse_surroundings()
+    for name, module in model.named_modules():
+        _refuse_module(f"module {name!r}" if name else "the model", module)
+    for name, tensor in _tensors(model, example):
+        _refuse_tensor(name, tensor)
+    _refuse_compiled_step(step)
+    _refuse_ranks()
+    _refuse_device(_tensors(model, example))
+
+
+def _refuse_surroundings() -> None:
+    """Refuse modes around the call whose effect on eager's step depends on more than the step."""
+    if private.autocast_state() is not None:
+        raise CaptureError(
+            "the step is called under torch.autocast, whose cache of cast weights outlives the step.",
+            hint="put the autocast into the step: with torch.autocast(...): loss = ...",
+        )
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "the step is called under torch.inference_mode, in which nothing can be trained.",
+            hint="call it outside of torch.inference_mode().",
+        )
+
+
+def refuse_to_run(model: torch.nn.Module) -> None:
+    """Raise where a model can be captured and planned, but has no numbers to train."""
+    for name, tensor in _tensors(model, ()):
+        if tensor.device.type == "meta":
+            raise CaptureError(
+                f"{name} is on the meta device: it has sizes and no numbers, so there is nothing to train.",
+                hint='model.to_empty(device="cpu") and initialise it; capture, roofline and plan work without numbers.',
+            )
+
+
+def _refuse_module(name: str, module: torch.nn.Module) -> None:
+    for cls in type(module).__mro__:
+        if cls.__name__ in MODULES and _is_torchs(cls):
+            reason, hint = MODULES[cls.__name__]
+            raise CaptureError(f"{name} is a {cls.__name__}: {reason}.", hint=hint)
+        if _is_torchs(cls) and ".quantized" in cls.__module__:
+            raise CaptureError(
+                f"{name} is a quantized {cls.__name__}: {QUANTIZED}.", hint="train it before it is converted."
+            )
+    if module._compiled_call_impl is not None:
+        raise CaptureError(
+            f"{name} was compiled in place by module.compile(): {MODULES['OptimizedModule'][0]}.",
+            hint="leave out the call of compile().",
+        )
+
+
+def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+        raise CaptureError(f"{name} is of a lazy module: {LAZY}.", hint="call the model once before it is fitted.")
+    if any(cls.__name__ == "DTensor" and _is_torchs(cls) for cls in type(tensor).__mro__):
+        raise CaptureError(
+            f"{name} is a DTensor, of which this process has a part only: a captured step would not speak with the "
+            "others.",
+            hint=f"{ONE_PROCESS}. Give a model of plain tensors: tensor.full_tensor() gathers one.",
+        )
+    if tensor.is_nested:
+        raise CaptureError(
+            f"{name} is a nested tensor: its sizes are data, and lowtide plans sizes that it knows.",
+            hint="pad it: tensor.to_padded_tensor(0.0), with a mask.",
+        )
+    if tensor.is_quantized:
+        raise CaptureError(
+            f"{name} is a quantized tensor of {tensor.dtype}, which has no gradients.", hint="tensor.dequantize() it."
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a sparse tensor, of layout {tensor.layout}: its bytes depend on the data, and lowtide plans "
+            "dense tensors.",
+            hint="tensor.to_dense() it; an Embedding with sparse=True makes sparse gradients, sparse=False dense ones.",
+        )
+
+
+def _refuse_compiled_step(step: Callable[..., Any]) -> None:
+    if isinstance(step, torch.jit.ScriptFunction):
+        raise CaptureError(
+            f"the step is a torch.jit function: {MODULES['ScriptModule'][0]}.", hint="give the Python function."
+        )
+    if getattr(step, "_torchdynamo_orig_callable", None) is not None:
+        raise CaptureError(
+            f"the step was compiled by torch.compile: {MODULES['OptimizedModule'][0].removeprefix('torch.compile ')}.",
+            hint="give the function that was compiled.",
+        )
+
+
+def _refuse_ranks() -> None:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    ranks = distributed.get_world_size()
+    if ranks > 1:
+        raise CaptureError(
+            f"this process is rank {distributed.get_rank()} of {ranks} of a process group: nothing in a captured step "
+            "keeps the ranks together, and they would drift apart in silence.",
+            hint=f"{ONE_PROCESS}. For runs that have nothing to do with each other, fit before init_process_group() or "
+            "after destroy_process_group().",
+        )
+
+
+def _refuse_device(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Refuse a device that lowtide does not know; that there are several is for the capture to say."""
+    homes = {str(tensor.device): name for name, tensor in tensors}
+    if len(homes) == 1:
+        ((device, name),) = homes.items()
+        if torch.device(device).type not in ("cpu", "meta"):
+            raise CaptureError(
+                f"{name} is on {device}: lowtide runs on the CPU only for now; its plans, its meter and its arena are "
+                "of the CPU's memory.",
+                hint='model.to("cpu") and batches there too, or train on that device without lowtide.',
+            )
+
+
+def _tensors(model: torch.nn.Module, example: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the model and of the batch, with names for a person."""
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name!r}", parameter
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name!r}", buffer
+    leaves, structure = tree.flatten(example)
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            yield "batch " + ".".join(map(str, path)), leaf
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"

@@ -1,0 +1,101 @@
+"""`lowtide verify`: steps within a budget beside eager PyTorch, every bit compared."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lowtide.cli.plan import BUDGET, TimeLimit, promised, refuse_early
+from lowtide.cli.profile import Json, Target, common
+from lowtide.cli.talk import answering, counting, show, show_json, talk, telling, working
+from lowtide.cli.target import Built, build
+from lowtide.data import source
+from lowtide.errors import VerifyError
+from lowtide.fit import Fitted, fit
+from lowtide.plan import TIME_LIMIT
+from lowtide.program import Run
+from lowtide.report import Table, show_bytes
+from lowtide.simulate import simulate
+
+COMPARED = "results, parameters, buffers, gradients, optimizer state, generators, Python's variables"
+
+
+@answering
+def verify(
+    target: Target,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 3,
+    budget: Annotated[str, typer.Option(metavar="<bytes>", help=BUDGET)] = "50%",
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="<name>",
+            help="What to train on: `lowtide data` lists it.",
+            show_default="the example batch",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the data and of the run.")] = 0,
+    time_limit: TimeLimit = TIME_LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Take steps beside eager PyTorch, and compare every bit."""
+    refuse_early(budget)
+    torch.manual_seed(seed)
+    with working("building the model"):
+        built = build(target)
+        batches = None if on is None else source(on, target, built.example, seed=seed)
+    fitted = _fitted(built, budget, time_limit)
+    fitted.verify(steps, tell=lambda words: talk().print(f"note: {words}", markup=False, soft_wrap=True))
+    try:
+        with counting("verifying steps", patience=0) as progress:
+            for number in range(steps):
+                progress(number, steps)
+                fitted(*(built.example if batches is None else batches(number)))
+    except VerifyError as error:
+        if as_json:
+            show_json(_as_json(target, steps, fitted, error))
+        raise
+    if as_json:
+        show_json(_as_json(target, steps, fitted, None))
+        return
+    assert fitted.verifier is not None
+    tally = fitted.verifier.tally
+    peak = "-" if fitted.peak is None else show_bytes(fitted.peak)
+    runs = sum(isinstance(instruction, Run) for instruction in fitted.program.instructions)
+    rows = [
+        ("equal", f"{steps} of {steps} steps", "to the bit, with eager PyTorch"),
+        ("compared", f"{tally.tensors + tally.others:,} things", COMPARED),
+        ("of them tensors", f"{tally.tensors:,}", f"{show_bytes(tally.nbytes)} a step"),
+        ("budget", show_bytes(fitted.plan.budget or 0), ""),
+        ("metered peak", peak, "of the program; eager ran beside it"),
+        ("runs", f"{runs:,}", f"of {len(fitted.captured.graph.ordinary):,} ops"),
+    ]
+    show(Table("lrs", rows, (), ("", "bold", "")))
+
+
+def _fitted(built: Built, budget: str, time_limit: float) -> Fitted:
+    step, model, optimizer, example = built
+    with telling("capturing the step") as tell:
+        return fit(step, model, optimizer, example=example, budget=budget, time_limit=time_limit, tell=tell)
+
+
+def _as_json(target: str, steps: int, fitted: Fitted, error: VerifyError | None) -> dict[str, Any]:
+    verifier, graph = fitted.verifier, fitted.captured.graph
+    assert verifier is not None
+    predicted = simulate(graph, fitted.costs, fitted.program).peak
+    return {
+        "target": target,
+        **common(stays=fitted.costs.stays(graph), predicted=predicted, metered=fitted.peak),
+        **promised(fitted.plan),
+        "steps": steps,
+        "verified": verifier.verified,
+        "equal": error is None,
+        "tensors": verifier.tally.tensors,
+        "bytes": verifier.tally.nbytes,
+        "others": verifier.tally.others,
+        "differing": [] if error is None else list(error.differing),
+        "op": None if error is None else error.op,
+        "message": None if error is None else error.message,
+    }

@@ -1,0 +1,64 @@
+"""The book of answers: what this machine said of each specimen before, each with a hash of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lowtide import files
+from lowtide.files.cache import own_folder, read_own, trim
+from lowtide.files.shapes import Misshapen, amount, many, maybe, record, row, text, whole
+
+Answer = dict[str, Any]
+
+ANSWER = record(
+    {
+        "seconds": amount,
+        "extra": whole(),
+        "inside": whole(),
+        "outputs": many(maybe(whole())),
+        "in_place": many(row(whole(), whole())),
+        "code": whole(),
+    }
+)
+ENTRY = record({"answer": ANSWER, "sha256": text})
+
+
+class Book:
+    """The answers that were given before, in one file; `depends` is all that they depend on besides the specimen."""
+
+    def __init__(self, depends: list[Any]) -> None:
+        self.path = own_folder() / f"costs-{files.digest(depends)[:16]}.json"
+        self.answers: dict[str, Answer] = self._read()
+
+    def add(self, answers: Mapping[str, Answer]) -> None:
+        """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
+        found = {**self._read(), **answers}
+        entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
+        try:
+            files.write_atomically(self.path, json.dumps(entries, allow_nan=False), mode=0o600)
+            trim(self.path.parent, spare=self.path)
+        except (OSError, ValueError):
+            return
+
+    def _read(self) -> dict[str, Answer]:
+        """The answers that are as they were written; what is not is asked for again."""
+        content = read_own(self.path)
+        if content is None:
+            return {}
+        try:
+            entries = files.parse(content.decode("utf-8"))
+        except ValueError:
+            return {}
+        if type(entries) is not dict:
+            return {}
+        return {key: entry["answer"] for key, entry in entries.items() if _is_whole(key, entry)}
+
+
+def _is_whole(key: str, entry: Any) -> bool:
+    try:
+        ENTRY(entry)
+    except Misshapen:
+        return False
+    return bool(files.digest([key, entry["answer"]]) == entry["sha256"])

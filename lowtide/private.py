@@ -1,0 +1,258 @@
+"""Every private part of torch, and of others, that lowtide uses, each under one name, with what it is for.
+
+No other file reaches into torch (tests/pure/test_house.py), and each name has a canary (tests/cpu/test_private.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch.optim import optimizer as optimizer_module
+
+from lowtide.errors import VersionError
+
+FIRST, BEYOND = (2, 13), (2, 14)  # torch from the first minor version on, and below the second
+
+
+def _refusal(what: str, version: str = torch.__version__) -> VersionError:
+    wanted = f"torch>={'.'.join(map(str, FIRST))},<{'.'.join(map(str, BEYOND))}"
+    return VersionError(f"lowtide can't use torch {version}, {what}; pip install '{wanted}'.")
+
+
+def refuse_version(version: str) -> None:
+    """Refuse a torch whose private parts nobody has looked at."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        raise _refusal("whose version it can't read", version) from None
+    if not FIRST <= (major, minor) < BEYOND:
+        raise _refusal("with which it was never tried", version)
+
+
+refuse_version(torch.__version__)
+
+try:
+    from torch._subclasses import fake_tensor
+    from torch.multiprocessing import reductions
+    from torch.utils import _python_dispatch, flop_counter
+
+    # Stand-ins for tensors, on which a step is traced, and what they raise where they would need contents.
+    FakeTensor = fake_tensor.FakeTensor
+    FakeTensorMode = fake_tensor.FakeTensorMode
+    DataDependentOutputException = fake_tensor.DataDependentOutputException
+    DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+    # Sees every call below autograd: the recorder of capture, the watch over the cell of a scan.
+    TorchDispatchMode = _python_dispatch.TorchDispatchMode
+    # Tensor subclasses that stand for other tensors, which are refused.
+    is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+    # Real tensors inside a trace: the state of the generator.
+    without_modes = _python_dispatch._disable_current_modes
+    # Holds the address of a storage, so that no later one has it, but not its memory.
+    StorageWeakRef = reductions.StorageWeakRef
+    # The ops whose operations torch counts: products, and how many operations each takes.
+    flop_registry = flop_counter.flop_registry
+    # A program runs aten's kernels as they are: there is no graph of autograd to make.
+    below_autograd = torch._C._AutoDispatchBelowAutograd
+    # The meta tensor inside a stand-in is made while modes are on.
+    without_dispatch = torch._C._DisableTorchDispatch
+    # A stand-in takes the place of a parameter in the caller's own object, and gives it back.
+    swap_tensor_impl = torch._C._swap_tensor_impl
+    # The node of autograd whose backward runs now, or None: tells backward from forward.
+    current_node = torch._C._current_autograd_node
+    # Autograd's engine: torch.autograd.grad would check every root again at each cell of a scan.
+    autograd_engine: Any = torch.autograd.Variable._execution_engine
+    # The number of autograd's next node: ties a backward op to the line of its forward op.
+    next_sequence_number = torch._C._autograd._get_sequence_nr
+    # The name of the key under which a device has its kernels, and whether an op has one under a key: whether eager
+    # runs a call as it is or as other calls.
+    dispatch_key_for_device = torch._C._dispatch_key_for_device
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # Modes and transforms that are on: whether a scan is being traced.
+    mode_count = torch._C._len_torch_dispatch_stack
+    function_mode_count = torch._C._len_torch_function_stack
+    # Settings that a captured step depends on, read before every step.
+    mkldnn_enabled = torch._C._get_mkldnn_enabled
+    matmul_precision = torch._C._get_float32_matmul_precision
+    innermost_transform = torch._C._functorch.peek_interpreter_stack
+except (ImportError, AttributeError) as error:
+    raise _refusal(f"which has changed inside ({error})") from error
+
+ACCUMULATES = 2**64 - 1  # the sequence number of the nodes that add to a parameter's gradient
+
+
+def sequence_number(node: Any) -> int:
+    """When a node of autograd was made."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode for stand-ins that takes real tensors, too, and remembers nothing of earlier traces."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # graphs depended on what torch had seen before
+    return mode
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from all others that are alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to: whether it has changed between forward and backward."""
+    return tensor._version
+
+
+def gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks of the user see the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks of the user run when a parameter's gradient is complete."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps parameters, buffers and submodules, to be put back after a trace."""
+    return module._parameters, module._buffers, module._modules
+
+
+def state_maker(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """What makes the state of a parameter group before its first step; None where an optimizer has no such thing."""
+    maker: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
+    return maker
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Say that the optimizer has stepped: else a scheduler warns that it goes first."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def schema(overload: Any) -> Any:
+    """The arguments and results of an op: what it writes to, and what it returns."""
+    return overload._schema
+
+
+def base_name(overload: Any) -> str:
+    """The name of an op without namespace and overload: `mm`."""
+    name: str = overload._opname
+    return name
+
+
+def overload_name(overload: Any) -> str:
+    """The name of an overload alone: `default`."""
+    name: str = overload._overloadname
+    return name
+
+
+def bare_kernel(overload: Any) -> Callable[..., Any]:
+    """The call of an op without torch's Python around it, for generated code."""
+    kernel: Callable[..., Any] = overload._op
+    return kernel
+
+
+def symbolic(node: Any) -> torch.SymFloat:
+    """A number that torch hands on unread: arithmetic with it comes to the methods of our node."""
+    return torch.SymFloat(node)
+
+
+def autocast_state() -> tuple[Any, ...] | None:
+    """What autocast does to calls on the CPU; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def deterministic_state() -> tuple[bool, bool, bool]:
+    """Whether kernels must be deterministic, only warn, and fill what they do not initialise."""
+    return (
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_deterministic_fill_uninitialized_memory(),
+    )
+
+
+def attention_kernels() -> tuple[bool, bool, bool]:
+    """Which kernels attention may choose from."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+
+
+def saves_by_hooks() -> bool:
+    """Whether what autograd saves goes through hooks, as of torch.autograd.graph.save_on_cpu."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_GLOBAL_HOOKS: tuple[Any, ...] = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+    optimizer_module._global_optimizer_pre_hooks,
+    optimizer_module._global_optimizer_post_hooks,
+)
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The hooks that run at every module and every update, by their identity."""
+    return tuple(id(hook) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
+
+
+def python_generator() -> random.Random:
+    """The generator behind the functions of `random`."""
+    return random._inst
+
+
+def numpy_generator() -> Any:
+    """The generator behind the functions of `numpy.random`."""
+    return numpy.random.mtrand._rand
+
+
+def logged() -> Callable[..., Any]:
+    """What every call of a logger comes to."""
+    return logging.Logger._log
+
+
+def log_by(function: Callable[..., Any]) -> None:
+    """Let every call of a logger come to this."""
+    logging.Logger._log = function  # type: ignore[method-assign]
+
+
+def keep_fraction(fraction: float) -> None:
+    """Let torch.compile keep this fraction of the activations, when we race against it."""
+    import torch._functorch.config as settings
+
+    settings.activation_memory_budget = fraction
+
+
+PARTS = (
+    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    (torch.UntypedStorage, ("_cdata",)),
+    (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
+    (torch.nn.Module(), ("_parameters", "_buffers", "_modules")),
+    (torch.optim.Adam, ("_init_group",)),
+    (TorchDispatchMode, ("_should_skip_dynamo",)),
+)  # what the functions above, and the recorder, reach for
+
+
+def refuse_missing(parts: tuple[tuple[Any, tuple[str, ...]], ...] = PARTS) -> None:
+    """Refuse a torch in which one of these is missing."""
+    for home, names in parts:
+        for name in names:
+            try:
+                getattr(home, name)
+            except AttributeError as error:
+                raise _refusal(f"which has changed inside ({error})") from error
+
+
+refuse_missing()
