@@ -172,5 +172,5 @@ class _Walk:
         if type(thing).__module__.partition(".")[0] in ("logging", "weakref", "threading"):
             return
         for name, part in list(getattr(thing, "__dict__", {}).items()):
-            if not name.endswith(HOOKS) and HOOKS + "_" not in name:
+            if not name.endswith(HOOKS) and HOOKS + "_" not in name and name != "_is_full_backward_hook":
                 self.visit(f"{path}.{name}", part)
