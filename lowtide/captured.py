@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.graph import Graph
-from lowtide.guards import Effect, Guards
+from lowtide.guards import Effect, Expression, Guards
 from lowtide.tree import Tree
 
 
@@ -34,10 +34,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Integer:
-    """An output of the graph that is a whole number."""
+class Computed:
+    """A number that depends on numbers of the caller alone, not on tensors."""
 
-    output: int
+    expression: Expression
+    integer: bool
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Captured:
     batch: Tree
     batch_leaves: tuple[Any, ...]  # a TensorSpec for each tensor; other leaves as they were
     results: Tree  # of a pair: what the step returns, and for each effect what it leaves behind
-    result_leaves: tuple[Any, ...]  # an int or Integer for each output of the graph; others as (value,)
+    result_leaves: tuple[Any, ...]  # an int for each output of the graph, or Computed; others as (value,)
     effects: tuple[Effect, ...]
     slots: Mapping[str, Slot]  # parameter or buffer name -> where it lives
     owners: Mapping[str, Any]  # parameter name -> the optimizer that it belongs to
@@ -62,6 +63,12 @@ class Captured:
     trained: tuple[str, ...]  # parameters whose gradient the step makes, clears or leaves alone
     trains: frozenset[str]  # parameters and buffers that require a gradient
     prepare: Callable[[], None]  # makes the optimizer's state, as the optimizer itself would, where it is missing
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether what the effects leave behind is known without running the graph."""
+        results = len(list(self.results.children[0].paths()))
+        return not any(isinstance(leaf, int) for leaf in self.result_leaves[results:])
 
     @property
     def optimizers(self) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ after each step, with the numbers of that step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import CellType
 from typing import Any, Literal
 
@@ -163,6 +163,13 @@ class Guards:
     numbers: tuple[Place, ...] = ()  # Python numbers that are inputs of the program
     draws: tuple[Draw, ...] = ()
     opaque: tuple[str, ...] = ()  # known by their identity only: what is inside of them may change unseen
+
+    def without(self, places: Collection[tuple[int, Any]]) -> Guards:
+        """The same without what is assumed of some places, each the identity of its holder and its key."""
+        if not places:
+            return self
+        kept = (item for item in self.entries if (id(item.place.holder), item.place.key) not in places)
+        return replace(self, entries=tuple(kept))
 
     def explain(self) -> list[str]:
         """One line for each thing that is assumed."""

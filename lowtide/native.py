@@ -135,15 +135,26 @@ def _compile_into(folder: Path, start: str, command: list[str], source: Path, si
         return _open(keep(folder, start, ".so", made.read_bytes()), signatures)
 
 
+def interpreted(opened: ctypes.CDLL, signatures: Signatures) -> ctypes.PyDLL:
+    """The same library, for functions that call into Python: its lock is held while they run."""
+    again = ctypes.PyDLL(opened._name, handle=opened._handle)
+    _give_types(again, signatures)
+    return again
+
+
 def _open(path: Path, signatures: Signatures) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(path))
-    for name, (arguments, answer) in signatures.items():
-        try:
-            function = getattr(opened, name)
-        except AttributeError as error:
-            raise OSError(f"{path} has no {name}") from error
-        function.argtypes, function.restype = arguments, answer
+    try:
+        _give_types(opened, signatures)
+    except AttributeError as error:
+        raise OSError(f"{path} has not all functions: {error}") from error
     return opened
+
+
+def _give_types(opened: ctypes.CDLL | ctypes.PyDLL, signatures: Signatures) -> None:
+    for name, (arguments, answer) in signatures.items():
+        function = getattr(opened, name)
+        function.argtypes, function.restype = arguments, answer
 
 
 def _run(command: list[str], workshop: str | None = None) -> subprocess.CompletedProcess[str]:

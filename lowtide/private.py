@@ -228,6 +228,24 @@ def log_by(function: Callable[..., Any]) -> None:
     logging.Logger._log = function  # type: ignore[method-assign]
 
 
+def tensor_watch(tensors: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], int | None]:
+    """A function that says which of these tensors has other sizes, strides, dtype or needs now, quickly; None: none."""
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    names = [str(place) for place in range(len(tensors))]
+    watch = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def different(now: list[torch.Tensor]) -> int | None:
+        if watch.check(*now):
+            return None
+        text = str(watch.check_verbose(*now, tensor_check_names=names))
+        return next((place for place, name in enumerate(names) if f"'{name}'" in text), 0)
+
+    return different
+
+
 def keep_fraction(fraction: float) -> None:
     """Let torch.compile keep this fraction of the activations, when we race against it."""
     import torch._functorch.config as settings

@@ -117,6 +117,12 @@ class _Halved(Fitted):
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
         captured = self._trace(self._step(), None, batch)
+        if not captured.foreseen:
+            names = ", ".join(effect.place.name for effect in captured.effects[:4])
+            raise CaptureError(
+                f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
+                hint="return it from the forward, or give the whole step to lowtide.fit.",
+            )
         return replace(captured, gradients={}, trained=())  # gradients are autograd's business
 
     def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:

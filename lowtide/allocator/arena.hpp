@@ -222,7 +222,7 @@ class Step {
     }
     if (*cursor_ != instruction_) {
       instruction_ = *cursor_;
-      lost_ = arena_ == nullptr || instruction_ < 0 || instruction_ >= tape_->instructions();
+      lost_ = instruction_ < 0 || instruction_ >= tape_->instructions();
       next_ = lost_ ? 0 : tape_->start[instruction_];
     }
     if (lost_ || next_ == tape_->start[instruction_ + 1] || tape_->nbytes[next_] != nbytes) {
@@ -234,7 +234,7 @@ class Step {
     if (offset < 0) {
       return nullptr;
     }
-    void* place = arena_->take(offset, nbytes);
+    void* place = arena_ == nullptr ? nullptr : arena_->take(offset, nbytes);
     ++(place != nullptr ? placed_ : mismatches_);
     return place;
   }

@@ -79,6 +79,10 @@ class Assumptions:
                 self._attributes(value.__dict__, name, without=("param_groups", "state", "defaults", *OPTIMIZER_HOOKS))
                 for key in OPTIMIZER_HOOKS:
                     self._mapping(value.__dict__[key], f"{name}.{key}")
+                for number, group in enumerate(value.param_groups):
+                    shown = f"{name}.param_groups[{number}]"
+                    self.entries.append(Entry(Place(group, "params", f"the parameters of {shown}"), group["params"]))
+                    self.contents.append(Content(group["params"], list(group["params"]), f"the parameters of {shown}"))
             case dict() if held is not None:
                 self._container(held.before, value, name, uses)
             case list() | set() | collections.deque() | bytearray() | numpy.ndarray() if held is not None:

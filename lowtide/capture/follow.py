@@ -71,6 +71,7 @@ class Follower:
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.codes: set[CodeType] = set()
+        self._made: set[CodeType] = set()  # of functions that the step itself makes
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []
         self._lines: set[tuple[CodeType, int]] = set()
 
@@ -104,7 +105,9 @@ class Follower:
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
         if is_user_file(code.co_filename):
-            self.codes.add(code)
+            if code not in self.codes:
+                self.codes.add(code)
+                self._made.update(item for item in code.co_consts if isinstance(item, CodeType))
             return self._line
         if code not in self.codes:
             self.codes.add(code)
@@ -122,6 +125,8 @@ class Follower:
                     self._load(frame, load, source)
                 for store in found.stores:
                     self.stores.setdefault((store.kind, store.name), source)
+                    if store.kind == "global":
+                        self.world.hold_name(frame.f_globals, store.name, os.path.basename(frame.f_code.co_filename))
         return self._line
 
     def _load(self, frame: FrameType, load: Load, source: str) -> None:
@@ -129,6 +134,8 @@ class Follower:
             self.attributes.setdefault(load.name, set()).add(load.use)
             self.asked.add(load.name)
         elif load.kind == "cell":
+            if load.name in frame.f_code.co_cellvars or frame.f_code in self._made:
+                return  # a variable of the step's own
             self.cells.setdefault(load.name, set()).add(load.use)
             value = frame.f_locals.get(load.name, MISSING)
             if value is not MISSING:
@@ -141,7 +148,7 @@ class Follower:
         key = (id(home), load.name)
         found = self.globals.get(key)
         if found is None:
-            value = home.get(load.name, MISSING)
+            value = self.world.hold_name(home, load.name, os.path.basename(frame.f_code.co_filename))
             found = self.globals[key] = Global(home, load.name, value, source)
             other = _is_instance if value is MISSING and load.name == "isinstance" else self.stand_in(value)
             if other is not None:

@@ -17,10 +17,11 @@ from lowtide.capture.deeds import Deeds
 from lowtide.capture.dice import Dice
 from lowtide.capture.follow import Follower
 from lowtide.capture.origin import Origins, line_of_error
+from lowtide.capture.overlap import refuse_overlaps
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import World
-from lowtide.captured import Captured, Integer, Slot, TensorSpec, optimizers_of
+from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
 from lowtide.errors import CaptureError
 from lowtide.graph import Graph, Input, Kind, Output
 from lowtide.guards import Guards, Place
@@ -121,6 +122,7 @@ class Trace:
         }
         _refuse_odd({**self.tensors, **batch})
         self.device = _one_device({**self.tensors, **batch})
+        refuse_overlaps(self.tensors)
         self.parameters = [name for name, tensor in self.tensors.items() if isinstance(tensor, torch.nn.Parameter)]
         self.gradients: dict[str, torch.Tensor] = {}  # those that are there before the step
         for name in self.parameters:
@@ -229,6 +231,7 @@ class Trace:
                 hint="copy the batch's lists and dicts in the step before you change them: batch = dict(batch).",
             )
         assumptions = Assumptions(self.world, self.follower).of(self.step, self.model, self.optimizers)
+        assumptions = assumptions.without({(id(self.slots[name].holder), self.slots[name].key) for name in rebound})
         found = self.deeds.done({id(slot.holder) for slot in self.slots.values()}, assumptions)
         guards = dataclasses.replace(
             assumptions,
@@ -280,9 +283,11 @@ class Trace:
         bound: list[Any] = []
         for path, leaf in zip(result_tree.paths(), result_leaves, strict=True):
             if isinstance(leaf, (torch.Tensor, torch.SymFloat)):
+                if isinstance(leaf, torch.SymFloat) and leaf.node.expression is not None:
+                    bound.append(Computed(leaf.node.expression, leaf.node.integer))
+                    continue
                 read = recorder.read_any(leaf)
-                integer = isinstance(leaf, torch.SymFloat) and leaf.node.integer
-                bound.append(Integer(len(outputs)) if integer else len(outputs))
+                bound.append(len(outputs))
                 outputs.append(Output(read.value, "result", path, read.view))
             else:
                 bound.append((leaf,))

@@ -63,6 +63,7 @@ class Held:
     before: Any  # a copy
     name: str
     attributes: bool = False  # of an object: only those that the step asks for matter
+    ignored: tuple[str, ...] = ()  # attributes that others look after
 
 
 class World:
@@ -71,8 +72,15 @@ class World:
     def __init__(self) -> None:
         self.held: dict[int, Held] = {}
         self.seen: dict[int, Any] = {}  # every object that was looked at, kept alive so that its identity stays its own
+        self.names: dict[tuple[int, str], tuple[Place, Any]] = {}  # global names, and what they stood for
         self.opaque: dict[int, str] = {}
         self.generators: list[tuple[Any, Any, str]] = []  # of random numbers: their state before the step, and name
+
+    def hold_name(self, home: dict[str, Any], name: str, file: str) -> Any:
+        """Note what a global name stands for now, if that was not done before; returns what it stood for then."""
+        if (id(home), name) not in self.names:
+            self.names[id(home), name] = (Place(home, name, f"{name} ({file})"), home.get(name, MISSING))
+        return self.names[id(home), name][1]
 
     def see(self, value: Any, name: str) -> None:
         """Note what this object and all that is reachable from it contain now."""
@@ -148,7 +156,7 @@ class World:
         self, value: Any, attributes: dict[str, Any], name: str, *, without: tuple[str, ...] = ()
     ) -> Iterator[tuple[Any, str]]:
         """An object by its attributes, and its class."""
-        self.held[id(attributes)] = Held(attributes, dict(attributes), name, attributes=True)
+        self.held[id(attributes)] = Held(attributes, dict(attributes), name, attributes=True, ignored=without)
         self.seen[id(attributes)] = attributes
         for key, item in attributes.items():
             if key not in without:
@@ -194,6 +202,9 @@ class World:
         found: list[tuple[Effect, Any]] = []
         for held in self.held.values():
             found += _differences(held)
+        for place, before in self.names.values():
+            if place.get() is not before:
+                found.append((Effect("put", place), place.get()))
         return found
 
     def undo(self) -> None:
@@ -201,6 +212,9 @@ class World:
         for held in self.held.values():
             if any(_differences(held)):
                 _restore(held)
+        for place, before in self.names.values():
+            if place.get() is not before:
+                place.set(before) if before is not MISSING else place.delete()
 
 
 def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
@@ -214,7 +228,7 @@ def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
         case dict() | type():
             now = own_names(holder) if isinstance(holder, type) else holder
             for key, item in now.items():
-                if before.get(key, MISSING) is not item:
+                if before.get(key, MISSING) is not item and key not in held.ignored:
                     yield Effect("put", Place(holder, key, dot(key))), item
             for key in before:
                 if key not in now:
@@ -247,8 +261,9 @@ def _restore(held: Held) -> None:
     holder, before = held.holder, held.before
     match holder:
         case dict():
+            kept = {key: holder[key] for key in held.ignored if key in holder}
             holder.clear()
-            holder.update(before)
+            holder.update({**before, **kept})
         case list() | bytearray():
             holder[:] = before
         case collections.deque() | set():

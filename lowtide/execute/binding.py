@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from lowtide import private, tree
-from lowtide.captured import Captured, Integer, TensorSpec
+from lowtide.captured import Captured, Computed, TensorSpec
 from lowtide.errors import BatchError
 from lowtide.execute.effects import repeat
 from lowtide.guards import APPLY, MISSING, Change, Comparison
@@ -34,6 +34,12 @@ class Binding:
         graph = captured.graph
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
+        self.told = False  # the effects of the step are done already
+        self.rebinds = any(output.role == "buffer" for output in graph.outputs)
+        self.tensors = self.present()
+        self.tensor_watch = private.tensor_watch(self.tensors)
+        self.trained = [tensor for tensor in self.tensors if tensor.requires_grad]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         batch_paths = {path: place for place, path in enumerate(captured.batch.paths())}
         self.sources: list[tuple[str, Any, Any]] = []
         for item in graph.inputs:
@@ -118,9 +124,29 @@ class Binding:
         if self.updates:
             for optimizer in captured.optimizers:
                 private.mark_stepped(optimizer)
-        results, left = captured.results.build([_result(leaf, outputs) for leaf in captured.result_leaves])
-        repeat(captured.effects, left)
+        results, left = self.results(outputs)
+        if not self.told:
+            repeat(captured.effects, left)
         return results
+
+    def tell(self) -> None:
+        """Do what the step does to Python objects before its end, where that is known without running it."""
+        if self.captured.effects:
+            _, left = self.results((None,) * len(self.captured.graph.outputs))
+            repeat(self.captured.effects, left)
+        self.told = True
+
+    def results(self, outputs: Sequence[Any]) -> Any:
+        """What the step returns, and what its effects leave behind."""
+        return self.captured.results.build([self._result(leaf, outputs) for leaf in self.captured.result_leaves])
+
+    def _result(self, leaf: Any, outputs: Sequence[Any]) -> Any:
+        if isinstance(leaf, tuple):
+            return leaf[0]
+        if isinstance(leaf, Computed):
+            number = leaf.expression.value(self.given, APPLY)
+            return int(number) if leaf.integer else number
+        return outputs[leaf]
 
     def check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
         """The leaves of the batch, if it looks like the example."""
@@ -163,11 +189,20 @@ class Binding:
         return leaves
 
     def check_tensors(self) -> None:
-        """Which tensors train and have gradients must be as at the capture."""
+        """Parameters and buffers must be as at the capture, and which of them train and have gradients."""
         captured = self.captured
-        for name, slot in captured.slots.items():
-            if slot.holder[slot.key].requires_grad != (name in captured.trains):
-                raise StaleError(f"{name!r} was frozen or unfrozen since the step was captured.", hint="capture again.")
+        if self.rebinds:
+            self.tensors = self.present()
+        if (different := self.tensor_watch(self.tensors)) is not None:
+            name = list(captured.slots)[different]
+            raise StaleError(f"{name!r} has other sizes, strides or dtype than at capture, or was frozen or unfrozen.")
+        if any(map(private.gradient_hooks, self.trained)) or any(map(private.accumulation_hooks, self.trained)):
+            raise StaleError("a parameter has a hook that it did not have at capture.")
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        if addresses != self.addresses:
+            if len(set(addresses)) < len(set(self.addresses)):
+                raise StaleError("parameters or buffers share memory that they did not share at capture.")
+            self.addresses = addresses
         for name, present in captured.gradients.items():
             slot = captured.slots[name]
             if (slot.holder[slot.key].grad is not None) != present:
@@ -176,6 +211,10 @@ class Binding:
                     f"{name!r} had {had} gradient before the step when it was captured and has {has} now.",
                     hint="clear the gradients in the step, or capture again.",
                 )
+
+    def present(self) -> list[Any]:
+        """The parameters and buffers that are there now."""
+        return [slot.holder[slot.key] for slot in self.captured.slots.values()]
 
     def given(self, path: tuple[str | int, ...]) -> Any:
         """A number that the caller gives, as it is now."""
@@ -244,10 +283,3 @@ class Binding:
             hint="capture again.",
             change=Change(f"the draws at {where}", "they lead elsewhere", expected=expected),
         )
-
-
-def _result(leaf: Any, outputs: Sequence[Any]) -> Any:
-    """What stands at a leaf of the results."""
-    if isinstance(leaf, tuple):
-        return leaf[0]
-    return int(outputs[leaf.output]) if isinstance(leaf, Integer) else outputs[leaf]

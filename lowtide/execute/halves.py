@@ -11,8 +11,7 @@ import torch
 
 from lowtide import kernels, private
 from lowtide.captured import Captured
-from lowtide.errors import BatchError, UsageError
-from lowtide.execute.binding import StaleError
+from lowtide.errors import UsageError
 from lowtide.execute.failure import failed, let_go
 from lowtide.execute.runner import Runner
 from lowtide.graph import Graph
@@ -32,12 +31,6 @@ class Halves(Runner):
     def __call__(self, *batch: Any) -> Half:
         """The first half of a step on this batch."""
         return Half(self, batch)
-
-    def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
-        try:
-            return super()._inputs(batch)
-        except BatchError as error:  # a model may be called in several ways
-            raise StaleError(error.message, hint=error.hint) from error
 
 
 class Half:
@@ -66,6 +59,7 @@ class Half:
             inputs.clear()
             self._failed(error, runner._state)
             raise
+        runner._binding.tell()
         needed += [("an output of the model", self.outputs[place]) for place in runner.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
 

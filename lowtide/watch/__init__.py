@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
+from operator import is_
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -124,7 +125,7 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
 def _same_content(content: Content) -> bool:
     holder, before = content.holder, content.content
     if isinstance(holder, (list, collections.deque)):
-        return len(holder) == len(before) and all(map(same, before, holder))
+        return len(holder) == len(before) and (all(map(is_, before, holder)) or all(map(same, before, holder)))
     if isinstance(holder, numpy.ndarray):
         return same(holder, before)
     return bool(holder == before)
