@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
 
-.PHONY: help demo test lint sanitize bench docs clean
+.PHONY: help demo test test-all quick compat lint sanitize bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,8 +23,24 @@ demo: .venv/ready  ## Train a model on real text, in eager and then with a quart
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --eager
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --budget 25%
 
-test: .venv/ready lint  ## Run the linter, the type checker and all tests, one on each core
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+
+test: .venv/ready lint  ## Run the linter, the type checker and all tests but the long ones, one on each core
+	$(PYTEST) -m "not long"
+
+test-all: .venv/ready lint  ## Run all tests, the long ones and the sanitizers too, and a part of them with other versions of torch
+	$(PYTEST)
+	$(MAKE) compat
+
+QUICK := $(patsubst %,tests/pure/test_%.py,house simulate native tape loops) tests/cpu/test_private.py \
+	tests/cpu/test_fit.py::test_schedulers_and_learning_rates \
+	tests/cpu/test_wrap.py::test_two_forwards_before_their_backwards
+
+quick: .venv/ready lint  ## Lint and run a few tests of each kind: an answer in less than a minute
+	$(PYTEST) -x -m "not long" $(QUICK)
+
+compat:  ## Run a part of the tests with other versions of torch (VERSIONS="2.12.1 2.15.0"), gigabytes each
+	PYTHON=$(PYTHON) $(PYTHON) tests/compat.py $(VERSIONS)
 
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check
@@ -48,5 +64,5 @@ bench: .venv/ready  ## Make every table that we publish
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py
 
-clean:  ## Remove the environment
-	rm -rf .venv
+clean:  ## Remove the environments
+	rm -rf .venv .compat

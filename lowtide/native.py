@@ -19,7 +19,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.files.cache import find, keep, looked_in, own_folder, private_folder
-from lowtide.files.disk import ROOM, is_full
+from lowtide.files.disk import is_full
 
 COMPILERS = ("g++", "c++", "clang++")
 INSTALL = "install a C++20 compiler (apt install g++, or conda install gxx) or name the one you have in $CXX."
@@ -65,7 +65,7 @@ def library(
     if is_full(problem):
         raise NativeUnavailable(
             f"{what}, compiled, can't be stored: the disk is full ({problem}).",
-            hint=f"{ROOM} $LOWTIDE_CACHE names it.",
+            hint="free some room on that disk, or name a folder on another one in $LOWTIDE_CACHE.",
         ) from problem
     raise NativeUnavailable(
         f"{what}, compiled, can't be stored or loaded: {problem}",
@@ -123,8 +123,9 @@ def _key(parts: list[str]) -> str:
 
 def _compile_into(folder: Path, start: str, command: list[str], source: Path, signatures: Signatures) -> ctypes.CDLL:
     """Compile, put the library into the folder in one move, and load it."""
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder, ignore_cleanup_errors=True) as workshop:
-        made = Path(workshop) / "made.so"
+    workshop = Path(tempfile.mkdtemp(prefix=".build-", dir=folder))
+    try:
+        made = workshop / "made.so"
         result = _run([*command, "-o", str(made)], workshop)
         if result.returncode != 0:
             if FULL.search(result.stderr):
@@ -133,6 +134,9 @@ def _compile_into(folder: Path, start: str, command: list[str], source: Path, si
                 f"{source.name} did not compile with {command[0]}:\n{_first_errors(result.stderr)}", hint=INSTALL
             )
         return _open(keep(folder, start, ".so", made.read_bytes()), signatures)
+    finally:
+        for _ in range(2):  # a disk that failed once may not fail again
+            shutil.rmtree(workshop, ignore_errors=True)
 
 
 def interpreted(opened: ctypes.CDLL, signatures: Signatures) -> ctypes.PyDLL:
@@ -157,9 +161,9 @@ def _give_types(opened: ctypes.CDLL | ctypes.PyDLL, signatures: Signatures) -> N
         function.argtypes, function.restype = arguments, answer
 
 
-def _run(command: list[str], workshop: str | None = None) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the compiler, whose own temporary files go to the workshop too."""
-    environment = None if workshop is None else {**os.environ, "TMPDIR": workshop}
+    environment = None if workshop is None else {**os.environ, "TMPDIR": str(workshop)}
     try:
         return subprocess.run(
             command,

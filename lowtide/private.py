@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizer_module
 
 from lowtide.errors import VersionError
 
-FIRST, BEYOND = (2, 13), (2, 14)  # torch from the first minor version on, and below the second
+FIRST, BEYOND = (2, 12), (2, 16)  # torch from the first minor version on, and below the second
 
 
 def _refusal(what: str, version: str = torch.__version__) -> VersionError:
@@ -79,6 +79,15 @@ try:
     mkldnn_enabled = torch._C._get_mkldnn_enabled
     matmul_precision = torch._C._get_float32_matmul_precision
     innermost_transform = torch._C._functorch.peek_interpreter_stack
+    # Hooks at every module and every update.
+    _GLOBAL_HOOKS: tuple[Any, ...] = (
+        torch.nn.modules.module._global_forward_hooks,
+        torch.nn.modules.module._global_forward_pre_hooks,
+        torch.nn.modules.module._global_backward_hooks,
+        torch.nn.modules.module._global_backward_pre_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    )
 except (ImportError, AttributeError) as error:
     raise _refusal(f"which has changed inside ({error})") from error
 
@@ -124,6 +133,16 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any],
     return module._parameters, module._buffers, module._modules
 
 
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether module.compile() was called: what runs then is no Python that can be traced."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether torch.compile made this function of another."""
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
 def state_maker(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """What makes the state of a parameter group before its first step; None where an optimizer has no such thing."""
     maker: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
@@ -138,6 +157,17 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def schema(overload: Any) -> Any:
     """The arguments and results of an op: what it writes to, and what it returns."""
     return overload._schema
+
+
+def dispatched(found: Any) -> bool:
+    """Whether this is an overload of an op that the dispatcher knows; torch.ops has more, such as `aten.warn`."""
+    if not isinstance(found, torch._ops.OpOverload):
+        return False
+    try:
+        torch._C._dispatch_find_schema_or_throw(found._schema.name, found._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def base_name(overload: Any) -> str:
@@ -193,16 +223,6 @@ def saves_by_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_GLOBAL_HOOKS: tuple[Any, ...] = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_backward_hooks,
-    torch.nn.modules.module._global_backward_pre_hooks,
-    optimizer_module._global_optimizer_pre_hooks,
-    optimizer_module._global_optimizer_post_hooks,
-)
-
-
 def global_hooks() -> tuple[int, ...]:
     """The hooks that run at every module and every update, by their identity."""
     return tuple(id(hook) for hooks in _GLOBAL_HOOKS if hooks for hook in hooks.values())
@@ -254,10 +274,19 @@ def keep_fraction(fraction: float) -> None:
 
 
 PARTS = (
+    (
+        torch._C,
+        ("_is_any_autocast_enabled", *(f"_get_{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math"))),
+    ),
+    (torch._C, ("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only")),
+    (torch._C, ("_get_deterministic_fill_uninitialized_memory",)),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
+    (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
     (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
-    (torch.nn.Module(), ("_parameters", "_buffers", "_modules")),
+    (torch._C, ("_dispatch_find_schema_or_throw",)),
+    (torch.nn.Module(), ("_parameters", "_buffers", "_modules", "_compiled_call_impl")),
     (torch.optim.Adam, ("_init_group",)),
     (TorchDispatchMode, ("_should_skip_dynamo",)),
 )  # what the functions above, and the recorder, reach for

@@ -152,19 +152,19 @@ def elapsed(costs: Costs, program: Program) -> float:
     now = 0.0
     channel: dict[str, float] = {}
     arrival: dict[tuple[int, str], float] = {}
-    where: dict[int, str] = {}
+    ready: set[tuple[int, str]] = set()  # copies in other places that can be read
     for instruction in program.instructions:
         match instruction:
             case Run(op):
                 now += costs.seconds[op]
             case Copy(value, to):
-                place = to if to != "device" else where[value]
+                place = to if to != "device" else "host" if (value, "host") in ready else "disk"
                 start = max(now, channel.get(place, 0.0))
                 channel[place] = start + (costs.nbytes[value] / rates[place] if place in rates else 0.0)
                 arrival[value, to] = channel[place]
-                where[value] = place
             case Wait(value, place):
                 now = max(now, arrival[value, place])
-            case Free():
-                pass
+                ready.add((value, place))
+            case Free(value, place):
+                ready.discard((value, place))
     return now

@@ -128,6 +128,12 @@ class _Halved(Fitted):
     def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:
         return Halves(captured, program, nbytes)
 
+    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
+        raise UsageError(
+            "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager.",
+            hint="give the whole step to lowtide.fit(step, model, optimizer, example=..., verify=3).",
+        )
+
 
 @dataclass(frozen=True)
 class _Ends:

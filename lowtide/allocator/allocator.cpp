@@ -343,9 +343,9 @@ const int at_fork = pthread_atfork(&lock_before_fork, &unlock_after_fork, &unloc
 
 using Guard = std::lock_guard<std::mutex>;
 
-// Takes a step out of those of this thread and returns it; null where it is not among them.
-Step* take_out(int64_t number) {
-  Step** link = &stepping;
+// Takes a step out of a chain and returns it; null where it is not in it.
+Step* take_out(Step*& chain, int64_t number) {
+  Step** link = &chain;
   while (*link != nullptr && (*link)->number != number) {
     link = &(*link)->outer;
   }
@@ -355,6 +355,8 @@ Step* take_out(int64_t number) {
   }
   return step;
 }
+
+Step* paused = nullptr;  // the steps that no thread has, a chain; guarded by the ledger's lock
 
 void write(const Meter& meter, int64_t* counters) {
   counters[0] = meter.current;
@@ -486,27 +488,38 @@ int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const
   return 0;
 }
 
-// Ends this step of this thread and returns it, for lowtide_step_take; null where it has ended already.
+// Ends this step, of this thread or paused, and returns it, for lowtide_step_take; null where it has ended already.
 Step* lowtide_step_end(int64_t number) {
-  Step* step = take_out(number);
+  Guard guard(ledger().lock);
+  Step* step = take_out(stepping, number);
+  if (step == nullptr) {
+    step = take_out(paused, number);
+  }
   if (step != nullptr) {
-    Guard guard(ledger().lock);
     installation.leave();
   }
   return step;
 }
 
-// Takes this step from this thread, for lowtide_step_resume; null where it has ended already. What is allocated before
-// it goes on is not the step's.
-Step* lowtide_step_pause(int64_t number) {
-  return take_out(number);
+// Takes this step from this thread, until lowtide_step_resume: what is allocated before that is not the step's. All
+// three say by its number which step they mean, and do nothing where it is not there: whoever was interrupted between
+// two calls can call again.
+void lowtide_step_pause(int64_t number) {
+  Guard guard(ledger().lock);
+  if (Step* step = take_out(stepping, number)) {
+    step->outer = paused;
+    paused = step;
+  }
 }
 
 // This thread goes on with a step that was paused, and that has so many more bytes now.
-void lowtide_step_resume(Step* step, int64_t nbytes) {
-  step->outer = stepping;
-  step->given(nbytes);
-  stepping = step;
+void lowtide_step_resume(int64_t number, int64_t nbytes) {
+  Guard guard(ledger().lock);
+  if (Step* step = take_out(paused, number)) {
+    step->outer = stepping;
+    step->given(nbytes);
+    stepping = step;
+  }
 }
 
 // Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, and

@@ -190,16 +190,18 @@ def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None =
 class Stepping:
     """The `with` of a step."""
 
+    _open = False  # whether the step may be running
+
     def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
         self.step = Step()
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
-        self._paused: int | None = None  # the step, while no thread has it
 
     def __enter__(self) -> Step:
         cursor, tape, arena = self._used
         address, _ = cursor.buffer_info()
         library = build.load()
+        self._open = True
         answer = library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address)
         if answer == NO_MEMORY:
             raise ArenaError("there is no memory to begin a step.", hint="end what else uses the memory.")
@@ -213,21 +215,23 @@ class Stepping:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def __del__(self) -> None:
+        if self._open:  # whoever should have ended it was interrupted
+            self.end()
+
     def pause(self) -> None:
         """What the thread allocates from here on, until the step goes on, is not the step's."""
-        self._paused = build.load().lowtide_step_pause(self._number)
+        build.load().lowtide_step_pause(self._number)
 
     def resume(self, nbytes: int = 0) -> None:
         """Go on with the step, maybe in another thread; it has so many more bytes now, which others made."""
-        paused, self._paused = self._paused, None
-        if paused:
-            build.load().lowtide_step_resume(paused, nbytes)
+        build.load().lowtide_step_resume(self._number, nbytes)
 
     def end(self) -> None:
         """End the step if it runs; where an interruption may come between, call this after the `with` as well."""
-        self.resume()
         library = build.load()
         handle = library.lowtide_step_end(self._number)
+        self._open = False
         if not handle:
             return
         step, counters = self.step, (ctypes.c_int64 * 4)()

@@ -30,8 +30,8 @@ FUNCTIONS: native.Signatures = {
     "lowtide_tape_drop": ([HANDLE], None),
     "lowtide_step_begin": ([NUMBER, HANDLE, HANDLE, HANDLE], NUMBER),
     "lowtide_step_end": ([NUMBER], HANDLE),
-    "lowtide_step_pause": ([NUMBER], HANDLE),
-    "lowtide_step_resume": ([HANDLE, NUMBER], None),
+    "lowtide_step_pause": ([NUMBER], None),
+    "lowtide_step_resume": ([NUMBER, NUMBER], None),
     "lowtide_step_read": ([HANDLE, NUMBERS], None),
     "lowtide_step_take": ([HANDLE, NUMBERS], None),
 }

@@ -92,7 +92,13 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
             raise CaptureError(
                 f"{name} is a quantized {cls.__name__}: {QUANTIZED}.", hint="train it before it is converted."
             )
-    if module._compiled_call_impl is not None:
+    if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+        raise CaptureError(
+            f"{name} makes sparse gradients (sparse=True): their bytes depend on the data, and lowtide plans dense "
+            "tensors.",
+            hint="sparse=False makes the same gradients as dense tensors.",
+        )
+    if private.compiled_in_place(module):
         raise CaptureError(
             f"{name} was compiled in place by module.compile(): {MODULES['OptimizedModule'][0]}.",
             hint="leave out the call of compile().",
@@ -121,7 +127,7 @@ def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{name} is a sparse tensor, of layout {tensor.layout}: its bytes depend on the data, and lowtide plans "
             "dense tensors.",
-            hint="tensor.to_dense() it; an Embedding with sparse=True makes sparse gradients, sparse=False dense ones.",
+            hint="tensor.to_dense() it.",
         )
 
 
@@ -130,7 +136,7 @@ def _refuse_compiled_step(step: Callable[..., Any]) -> None:
         raise CaptureError(
             f"the step is a torch.jit function: {MODULES['ScriptModule'][0]}.", hint="give the Python function."
         )
-    if getattr(step, "_torchdynamo_orig_callable", None) is not None:
+    if private.is_compiled(step):
         raise CaptureError(
             f"the step was compiled by torch.compile: {MODULES['OptimizedModule'][0].removeprefix('torch.compile ')}.",
             hint="give the function that was compiled.",

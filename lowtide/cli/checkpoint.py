@@ -62,7 +62,7 @@ class Checkpoint:
             for name, buffer in self.buffers.items():
                 module, _, key = name.rpartition(".")
                 owner = model.get_submodule(module)
-                if key not in owner._buffers:
+                if key not in dict(owner.named_buffers(recurse=False)):
                     raise KeyError(f"{name} is no buffer")
                 setattr(owner, key, buffer.clone())
             for name, gradient in self.gradients.items():
@@ -99,10 +99,11 @@ class Checkpoint:
             settle(path.parent)
         except FileExistsError as error:
             raise FileError(f"another run is saving to {path}.", hint="give each run a file of its own.") from error
-        except OSError as error:
-            raise FileError(f"cannot save {path}: {error.strerror or error}", hint=advice(error)) from error
-        except (RuntimeError, TypeError, AttributeError, pickle.PickleError) as error:
-            raise FileError(f"cannot save {path}: {error}") from error
+        except (OSError, RuntimeError, TypeError, AttributeError, pickle.PickleError) as error:
+            failed = _of_the_system(error)
+            if failed is None:
+                raise FileError(f"cannot save {path}: {error}") from error
+            raise FileError(f"cannot save {path}: {failed.strerror or failed}", hint=advice(failed)) from error
 
 
 def take(
@@ -207,6 +208,13 @@ def make_room(path: Path) -> None:
         _partial(path).unlink(missing_ok=True)
     except OSError as error:
         raise FileError(f"cannot save {path}: {error}") from error
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """The failed write behind an error: torch's archives answer it with one of their own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _partial(path: Path) -> Path:

@@ -111,4 +111,5 @@ def _place(graph: Graph, program: Program, reached: int) -> str:
 
 def _first_line(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    text = text.replace("std::bad_alloc", "there is no memory left")
     return f"{text}."

@@ -76,19 +76,20 @@ class Half:
                 hint="call backward() after the autocast block, as torch advises.",
             )
         self._unchanged()
-        found = [_strided(tensor, stride) for tensor, stride in zip(given, self._runner.given, strict=True)]
-        if self._context is not None:
-            self._context.resume(sum(tensor.nbytes for tensor in found))
         try:
-            # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
-            with torch.enable_grad(), private.below_autograd():
-                self._program.send(found)
-        except StopIteration as end:
-            result = self._runner._binding.leave(end.value)
+            found = [_strided(tensor, stride) for tensor, stride in zip(given, self._runner.given, strict=True)]
+            if self._context is not None:
+                self._context.resume(sum(tensor.nbytes for tensor in found))
+            try:
+                # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
+                with torch.enable_grad(), private.below_autograd():
+                    self._program.send(found)
+            except StopIteration as end:
+                result = self._runner._binding.leave(end.value)
+            self.close()
         except BaseException as error:
             self._failed(error, None)
             raise
-        self.close()
         if self._context is not None:
             self._runner._learn(self._context.step)
         return result

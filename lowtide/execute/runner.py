@@ -155,7 +155,10 @@ class Runner:
         self._lessons = max(0, self._lessons - 1)
         found = places(self.captured.graph, self.program, self._nbytes, step.events)
         self.temporaries = temporaries(self.captured.graph, self.program, self._nbytes, step.events)
-        self._tape = Tape(found.start, found.nbytes, found.offset)
+        try:
+            self._tape = Tape(found.start, found.nbytes, found.offset)
+        except ArenaError:  # the step is done all the same; the next one learns again
+            return
         if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
             self._note(self._before + step.outside)
             self.most = max(self.most or 0, self._before + self.program.arena + found.outside)

@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 from lowtide.errors import FileError
 from lowtide.files.cache import cache_folder
 from lowtide.files.disk import advice, write_atomically
-from lowtide.files.shapes import Misshapen, Shape
+from lowtide.files.shapes import Misshapen, Shape, record, text, whole
 
 __all__ = ["cache_folder", "digest", "load", "parse", "save", "shaped", "write_atomically"]
 
 VERSION = 1
 LIMIT = 2**29  # bytes of a file; the longest loops that were ever planned take a tenth of it
 DEPTH = 32  # lists in lists; nouns need six
+HEADER = record({"lowtide": text, "version": whole(), "sha256": text})
 
 
 def digest(payload: Any) -> str:
@@ -47,19 +48,18 @@ def load(path: str | os.PathLike[str], kind: str) -> Any:
             content = file.read(LIMIT + 1)
         if len(content) > LIMIT:
             raise FileError(f"{path} has more than {LIMIT:,} bytes, which no {kind} has.")
-        text = content.decode("utf-8")
+        whole_text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError, MemoryError, ValueError) as error:  # ValueError: a null byte in the name
         raise FileError(f"cannot read {path}: {error or 'there is not enough memory'}") from error
-    first, _, body = text.partition("\n")
+    first, _, body = whole_text.partition("\n")
     try:
-        header = parse(first)
-        found, version, expected = header["lowtide"], header["version"], header["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        found, version, expected = HEADER(parse(first)).values()
+    except ValueError as error:
         raise FileError(f"{path} is not a lowtide file: its first line is no header.") from error
     if found != kind:
-        raise FileError(f"{path} holds a {str(found)[:40]}, not a {kind}.")
-    if type(version) is not int or version != VERSION:
-        raise FileError(f"{path} has version {str(version)[:40]}; this lowtide reads version {VERSION}.")
+        raise FileError(f"{path} holds a {found[:40]}, not a {kind}.")
+    if version != VERSION:
+        raise FileError(f"{path} has version {version}; this lowtide reads version {VERSION}.")
     try:
         payload = parse(body)
     except ValueError as error:

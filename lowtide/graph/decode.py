@@ -34,8 +34,9 @@ def decode_arg(data: Any, *, depth: int = 0) -> Arg:
         case {"read": read, **others} if not others:
             found: Arg = READ(read)
             return found
-        case {"constant": [str(family), str(name)], **others} if not others:
-            return Constant(family, name)
+        case {"constant": constant, **others} if not others:
+            named: Arg = CONSTANT(constant)
+            return named
         case {"complex": str(written), **others} if not others:
             return _complex(written)
         case {"float": str(written), **others} if not others and written in ODD_FLOATS:
@@ -70,6 +71,7 @@ def _named(data: Any) -> tuple[tuple[str, Arg], ...]:
 number = whole()
 path_of = many(either(text, whole(-1)))
 READ = row(number, maybe(number), into=Read)
+CONSTANT = row(text, text, into=Constant)
 VIEW = row(maybe(number), text, _arguments, maybe(number), into=View)
 VALUE = row(
     *(text, number, word(get_args(Kind)), number, text, many(number), many(number), whole(-1)),

@@ -55,7 +55,7 @@ CONSTANTS: Mapping[str, Collection[str]] = MappingProxyType(
 def refusal(target: str, *, namespaces: Collection[str] | None = None) -> str | None:
     """Why a graph may not call this; None: it may, if torch has it. None for the namespaces: those of this process."""
     if type(target) is str and target.startswith("operator."):
-        return None if target.removeprefix("operator.") in OPERATORS else f"no scalar op {target[:80]}"
+        return None if target.removeprefix("operator.") in OPERATORS else f"no scalar op {ascii(target)[:80]}"
     named = TARGET.fullmatch(target) if type(target) is str else None
     if named is None:
         return f"{ascii(target)[:80]} is no name of an op"
@@ -75,5 +75,5 @@ def unknown_constant(family: str, name: str) -> str | None:
     if family == "device":
         return None if DEVICE.fullmatch(name) else f"{name[:40]!a} is no device"
     if family not in CONSTANTS:
-        return f"no constant of family {family[:40]}"
+        return f"no constant of family {ascii(family)[:40]}"
     return None if name in CONSTANTS[family] else f"{name[:40]!a} is no {family}"

@@ -12,7 +12,7 @@ import torch
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
 from lowtide.kernels.own import quicker
-from lowtide.private import bare_kernel, base_name, flop_registry, overload_name, schema
+from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
@@ -41,20 +41,14 @@ def overload(target: str) -> Any:
     namespace, name, variant = target.split(".")
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), name), variant)
-        torch._C._dispatch_find_schema_or_throw(*_dispatched(found))  # torch.ops has more than the dispatcher
-    except (AttributeError, RuntimeError) as error:
-        raise ProgramError("no such", f"this torch has no op {target}") from error
-    for argument in found._schema.arguments:
+    except (AttributeError, RuntimeError):
+        found = None
+    if not dispatched(found):
+        raise ProgramError("no such", f"this torch has no op {target}")
+    for argument in schema(found).arguments:
         if (kind := re.sub(r"Optional\[|List\[|\]", "", str(argument.type))) not in TAKEN:
             raise ProgramError("no such", f"{target} may not be called: it takes a {kind}")
     return found
-
-
-def _dispatched(found: Any) -> tuple[str, str]:
-    """The name and the overload of an op, as the dispatcher has them."""
-    if not isinstance(found, torch._ops.OpOverload):
-        raise AttributeError("no overload of an op")
-    return found._schema.name, found._schema.overload_name
 
 
 def kernel(target: str) -> Any:

@@ -35,11 +35,11 @@ class Book:
     def add(self, answers: Mapping[str, Answer]) -> None:
         """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
         found = {**self._read(), **answers}
-        entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
         try:
+            entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
             files.write_atomically(self.path, json.dumps(entries, allow_nan=False), mode=0o600)
             trim(self.path.parent, spare=self.path)
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # ValueError: a time that is no number
             return
 
     def _read(self) -> dict[str, Answer]:

@@ -11,8 +11,8 @@ import torch
 from lowtide.budget import free_memory
 from lowtide.errors import LowtideWarning, UsageError, VerifyError
 from lowtide.execute import Runner
-from lowtide.verify.blame import Blame, Eager, blame, repeated
-from lowtide.verify.compare import Difference, Run, Tally, compare, generators, put_generators, variables_of
+from lowtide.verify.blame import Blame, Eager, find_blame, repeated
+from lowtide.verify.compare import MISSING, Difference, Run, Tally, compare, generators, put_generators, variables_of
 from lowtide.verify.copies import Copy
 
 __all__ = ["Tally", "Verifier", "announce", "refuse_call"]
@@ -128,12 +128,16 @@ class Verifier:
                 again = self._copy(batch)
                 with Eager() as log:
                     result = again.step(again.model, again.optimizer, *again.batch)
-                if changed := compare(expected, _as_run(again, result, generators())):
+                # State that was prepared for what eager does not train is no other result.
+                changed = [
+                    one for one in compare(expected, _as_run(again, result, generators())) if MISSING not in one.words
+                ]
+                if changed:
                     words = f"eager PyTorch, run again, gives other bits as well ({changed[0]}): it can't be repeated"
                     return Blame(None, words)
                 del again, result
                 logs.append(log.calls)
-            return blame(runner, batch, repeated(*logs), back)
+            return find_blame(runner, batch, repeated(*logs), back)
         except Exception as error:  # that something differs is known, and more important
             return Blame(None, f"which op is to blame could not be found: {type(error).__name__}: {error}")
         finally:

@@ -7,16 +7,15 @@ once more with kernels that note the same, and the two are held against each oth
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import kernels
+from lowtide import kernels, private
 from lowtide.capture.origin import user_line
 from lowtide.execute import Runner
 from lowtide.graph import Graph, Op, Read
@@ -26,6 +25,7 @@ from lowtide.verify.compare import digest
 aten = torch.ops.aten
 NUMBERS = (bool, int, float, complex, str)
 WINDOW, ALIKE = 200, 6  # ops: how far apart two runs may be before they meet again, and for how long they must agree
+LIFTED = "aten.clone.default"  # what a graph has for a tensor that is made from Python's numbers
 REPEATED = ("aten.clone.default", "aten.copy_.default")  # what a graph has in the place of numbers drawn a second time
 
 
@@ -47,7 +47,7 @@ class Blame:
     words: str
 
 
-class Eager(TorchDispatchMode):
+class Eager(private.TorchDispatchMode):
     """Notes the calls of eager's step that a captured step has as ops."""
 
     def __init__(self) -> None:
@@ -74,17 +74,19 @@ class Eager(TorchDispatchMode):
             return result
         results = list(result) if isinstance(result, tuple | list) else [result]
         if func is aten.lift_fresh.default:
-            self.calls.append(Call("aten.clone.default", _values(args), (digest(result),), user_line()))
+            given = _values(_arranged(aten.clone.default, args, {}))
+            self.calls.append(Call(LIFTED, given, (digest(result),), user_line()))
         elif _writes(func) or not _is_view(args, results):
             self._note(func, args, kwargs, results)
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any]) -> None:
-        target = f"{func.namespace}.{func._opname}.{func._overloadname}"
-        self.calls.append(Call(target, _values((*args, *kwargs.values())), _digests(results), user_line()))
+        target = f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
+        given = _values(_arranged(func, args, kwargs))
+        self.calls.append(Call(target, given, _digests(results), user_line()))
 
 
-def blame(runner: Runner, batch: tuple[Any, ...], calls: Sequence[Call], back: Callable[[], None]) -> Blame:
+def find_blame(runner: Runner, batch: tuple[Any, ...], calls: Sequence[Call], back: Callable[[], None]) -> Blame:
     """Find where the program of a runner first leaves eager's calls; `back` puts everything back before it runs."""
     graph = runner.captured.graph
     ops = [op for op in graph.ordinary if not graph.ops[op].target.startswith("operator.")]
@@ -175,7 +177,7 @@ def _place(op: Op) -> str:
 def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
     """How a call of the program differs from eager's, in words."""
     item = graph.ops[op]
-    if item.target == eager.target and len(eager.arguments) == len(ours.arguments):
+    if item.target == eager.target:
         pairs = list(enumerate(zip(eager.arguments, ours.arguments, strict=True)))
         other = [(place, pair) for place, pair in pairs if None not in pair and pair[0] != pair[1]]
         for place, (expected, found) in other:
@@ -193,11 +195,17 @@ def _differ(graph: Graph, op: int, eager: Call, ours: Call) -> str | None:
 
 def _named(graph: Graph, op: Op, place: int) -> str:
     """The name of an argument, where it is an input of the step."""
-    arguments = [*op.args, *(arg for _, arg in op.kwargs)]
-    value = getattr(arguments[place], "value", None) if place < len(arguments) else None
+    value = getattr(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))[place], "value", None)
     if value is None or graph.maker[value] >= 0:
         return ""
     return f", the {graph.values[value].kind} {graph.values[value].name!r},"
+
+
+def _arranged(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of its schema; torch leaves out those that are at their defaults."""
+    schema = private.schema(overload).arguments
+    rest = schema[len(args) :]
+    return [*args[: len(schema)], *(kwargs.get(item.name, item.default_value) for item in rest)]
 
 
 def _values(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -222,17 +230,17 @@ def _is_view(args: tuple[Any, ...], results: list[Any]) -> bool:
     tensors = [item for item in results if isinstance(item, torch.Tensor)]
     if not tensors or not args or not isinstance(args[0], torch.Tensor):
         return not tensors
-    home = args[0].untyped_storage()._cdata
-    return len(tensors) == len(results) and all(item.untyped_storage()._cdata == home for item in tensors)
+    home = private.storage_key(args[0])
+    return len(tensors) == len(results) and all(private.storage_key(item) == home for item in tensors)
 
 
 def _writes(func: Any) -> bool:
-    return any(item.alias_info is not None and item.alias_info.is_write for item in func._schema.arguments)
+    return any(item.alias_info is not None and item.alias_info.is_write for item in private.schema(func).arguments)
 
 
 def _is_composite(func: Any) -> bool:
     """Whether torch runs a call as other calls."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = private.has_kernel
     own = has(func.name(), "CPU") or has(func.name(), "CompositeExplicitAutograd")
     return has(func.name(), "CompositeImplicitAutograd") and not own
 
@@ -254,7 +262,7 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
             if not isinstance(instruction, Run) or kernel not in accepted.get(instruction.op, ()):
                 return kernel(*args, **kwargs)
             op = graph.ops[instruction.op]
-            given = (*args, *kwargs.values())[: len(op.args) + len(op.kwargs)]
+            given = _arranged(kernels.overload(op.target), args, kwargs)
             before = _values(given)  # a result may take the place of an argument
             result = kernel(*args, **kwargs)
             written, after = _written(op), _values(given)
@@ -278,7 +286,7 @@ def _written(op: Op) -> set[int]:
     """The places of the arguments that an op writes to, as eager does."""
     old = {value for _, value in op.updates}
     found = set()
-    for place, argument in enumerate([*op.args, *(arg for _, arg in op.kwargs)]):
+    for place, argument in enumerate(_arranged(kernels.overload(op.target), op.args, dict(op.kwargs))):
         items = argument if isinstance(argument, tuple) else (argument,)
         if any(isinstance(item, Read) and item.value in old for item in items):
             found.add(place)
@@ -294,5 +302,5 @@ def _kernels(op: Op) -> list[Any]:
     found = [kernels.kernel(op.target)]
     for itself in (True, False):
         other = kernels.overwriter(op.target, itself=itself)
-        found += [] if other is None else [other[0]._op]
+        found += [] if other is None else [private.bare_kernel(other[0])]
     return found

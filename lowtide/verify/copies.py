@@ -7,6 +7,7 @@ can put everything that was copied into the state that it had then, in the calle
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import random
 import sysconfig
@@ -19,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.errors import UsageError
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 SHARED = (ModuleType, type, BuiltinFunctionType, functools.partial)  # as they are, where a step names them
 PLAIN = (bool, int, float, complex, str, bytes, type(None))  # which nobody can change
+OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")  # instructions of Python
 GENERATORS = (  # there is one of each
     random.random.__self__,  # type: ignore[attr-defined]
     np.random.rand.__self__,  # type: ignore[attr-defined]
@@ -90,12 +92,12 @@ class Copy:
         if id(tensor) in self._memo:
             found: torch.Tensor = self._memo[id(tensor)]
             return found
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage.clone()
+        key = private.storage_key(tensor)
+        if key not in self._storages:
+            self._storages[key] = tensor.untyped_storage().clone()
         with torch.no_grad():
             made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            made.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+            made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
         else:
@@ -201,6 +203,9 @@ def _put_back(original: Any, copied: Any, back: dict[int, Any]) -> None:
         (original.update if isinstance(original, set) else original.extend)(items)
     elif isinstance(original, torch.Generator):
         original.set_state(copied.get_state())
+    elif isinstance(own := getattr(copied, "__dict__", None), dict) and not isinstance(original, FunctionType):
+        # Of most objects the attributes are a dict that was copied, too; not of those that say what is copied.
+        vars(original).update((key, back[id(item)]) for key, item in own.items() if id(item) in back)
 
 
 def _put_tensor_back(original: torch.Tensor, copied: torch.Tensor, back: dict[int, Any]) -> None:
@@ -216,10 +221,9 @@ def _put_tensor_back(original: torch.Tensor, copied: torch.Tensor, back: dict[in
 
 
 def _is_users(function: FunctionType) -> bool:
-    """Whether a function is neither torch's nor Python's own."""
-    package = function.__module__.partition(".")[0] if function.__module__ else ""
+    """Whether a function is the user's own: neither Python's, nor of a package that was installed."""
     file = function.__code__.co_filename
-    return package not in ("torch", "numpy") and (not file.startswith(NOT_USERS) or "-packages" in file)
+    return not file.startswith(NOT_USERS) and "-packages" not in file
 
 
 def _filled(cell: CellType) -> bool:
@@ -231,8 +235,8 @@ def _filled(cell: CellType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function uses, and those that functions inside it use."""
-    yield from code.co_names
+    """The globals that a function uses, and those that functions inside it use."""
+    yield from (item.argval for item in dis.get_instructions(code) if item.opname in OF_GLOBALS)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)

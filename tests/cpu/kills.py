@@ -22,7 +22,7 @@ from twins import assert_same
 from lowtide import tree
 from lowtide.cli import app
 
-STEPS = 25
+STEPS = 40
 TARGET = """
 import torch
 from torch import nn
@@ -73,21 +73,31 @@ def on(path: Path) -> tuple[str, ...]:
 def content(path: Path) -> dict[str, Any]:
     """Everything in a checkpoint."""
     found, shape = tree.flatten(torch.load(path, weights_only=True))
-    return {str(place): leaf for place, leaf in zip(shape.paths(), found, strict=True)}
+    return {".".join(map(str, place)): leaf for place, leaf in zip(shape.paths(), found, strict=True)}
 
 
-def kill_once(folder: Path, path: Path, after: float) -> str:
-    """Start or go on, and kill that after so many seconds; what is there then."""
-    if path.exists() and content(path)["('step',)"] == STEPS:
-        return "complete"
-    process = start(folder, *on(path))
-    time.sleep(after)
-    os.kill(process, signal.SIGKILL)
-    if end(process) == 0:
-        return "complete"
+def kill_once(folder: Path, path: Path, chance: random.Random, seconds: float) -> str | None:
+    """Start or go on, and kill that at some moment; what is there then, or None if the run was quicker."""
+    process, before = start(folder, *on(path)), _when(path)
+    if chance.random() < 0.8:  # while it trains, else at any time
+        while _when(path) == before and os.waitpid(process, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
+    time.sleep(chance.uniform(0, seconds))
+    try:
+        os.kill(process, signal.SIGKILL)
+        if end(process) != -signal.SIGKILL:
+            return None
+    except (ProcessLookupError, ChildProcessError):
+        return None
     if path.with_name(f".{path.name}.partial").exists():
         return "half a checkpoint"
-    return "a checkpoint" if path.exists() else "nothing"
+    if not path.exists():
+        return "nothing"
+    return f"a checkpoint in the {'first' if content(path)['step'] < STEPS / 2 else 'second'} half"
+
+
+def _when(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def main(folder: Path, kills: int, seed: int) -> dict[str, int]:
@@ -98,23 +108,24 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, int]:
     temporary.mkdir()
     (folder / "target.py").write_text(TARGET)
     os.environ |= {"TMPDIR": str(temporary), "NO_COLOR": "1"}
-    assert end(start(folder, "--save", str(folder / "first.pt"))) == 0, (folder / "log").read_text()  # fills the cache
-    began = time.monotonic()
     assert end(start(folder, "--save", str(folder / "whole.pt"))) == 0, (folder / "log").read_text()
-    seconds, whole = time.monotonic() - began, content(folder / "whole.pt")
-    assert_same(content(folder / "first.pt"), whole)
+    whole, seconds = content(folder / "whole.pt"), 1.0
     seen: Counter[str] = Counter()
     path = saves / "run.pt"
     while seen.total() < kills:
         for _ in range(min(chance.choice((1, 1, 2, 3)), kills - seen.total())):
-            seen[kill_once(folder, path, chance.uniform(0.05, 1.0) * seconds)] += 1
-        if not path.exists() or content(path)["('step',)"] < STEPS:
+            if path.exists() and content(path)["step"] == STEPS:
+                break
+            found = kill_once(folder, path, chance, seconds)
+            seconds *= 0.7 if found is None else 1.1
+            seen.update([] if found is None else [found])
+        if not path.exists() or content(path)["step"] < STEPS:
             assert end(start(folder, *on(path))) == 0, (folder / "log").read_text()
         assert_same(whole, content(path))
         left = {file.name for place in (saves, temporary) for file in place.iterdir()} - {path.name}
         assert not [name for name in left if not name.startswith("torchinductor")], left  # which torch makes for itself
         path.unlink()
-    return dict(seen)
+    return dict(sorted(seen.items()))
 
 
 if __name__ == "__main__":

@@ -202,6 +202,11 @@ def test_sparse_and_nested_tensors() -> None:
         refused(buffer(one), "buffer 'table'", "nested", "pad")
 
 
+def test_sparse_gradients() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        refused(inside(lambda part, kind=kind: kind(6, 8, sparse=True)), "module '0'", "sparse=True", "sparse=False")
+
+
 LAYOUTS = (torch.strided, torch.jagged)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import lowtide
 from lowtide import models
 from lowtide.costs import declared
 from lowtide.execute.places import Places
-from lowtide.program import Copy, Place
+from lowtide.program import Copy, Free, Place, Program, Run
 
 NAMES = ["mlp", "unet", "lstm"]  # Adam's state, batch norm's buffers, a recurrent one
 
@@ -134,3 +135,24 @@ def test_a_tensor_comes_back_with_all_of_its_storage(place: Place) -> None:
     assert found.tolist() == [[2, 5, 8], [2, 5, 8]]
     assert (found.stride(), found.untyped_storage().nbytes()) == ((0, 3), 7 * 8)
     places.close()
+
+
+def test_an_update_that_is_made_twice_is_held_once() -> None:
+    def step(model: torch.nn.Module, _: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+            y.add_(1)
+            return y.sum()
+
+    captured = lowtide.capture(step, torch.nn.Linear(1, 1), None, (torch.ones(4),))
+    graph = captured.graph
+    (double, add, total), ((new, old),) = range(3), graph.ops[1].updates
+    rows = (Run(double), Run(add), Run(add, again=True), Free(old), Run(total), Free(new))
+    program = Program(graph.fingerprint, rows)
+    lowtide.check(graph, declared(graph), program)
+    run = lowtide.execute(captured, program)
+    assert run(torch.ones(4)) == 12
+    made = set(re.findall(r"(t\d+) = ", run.source))
+    gone = {name for names in re.findall(r"del (.*)", run.source) for name in names.split(", ")}
+    returned = set(re.findall(r"t\d+", run.source.splitlines()[-1]))
+    assert made == gone | returned

@@ -7,6 +7,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
+import random
 import re
 import subprocess
 import sys
@@ -17,8 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import allocator, private
@@ -179,6 +183,14 @@ def test_ops_say_where_they_have_kernels() -> None:
     assert private.has_kernel("aten::ones_like", "CompositeExplicitAutograd")
 
 
+@canary("dispatched", does="tells ops from what else torch.ops has")
+def test_dispatched() -> None:
+    assert private.dispatched(aten.mm.default)
+    assert not private.dispatched(aten.mm)
+    assert not private.dispatched(aten.warn.default)
+    assert not private.dispatched(None)
+
+
 @canary("schema", "base_name", "overload_name", "bare_kernel", does="names ops, and knows what they take and write to")
 def test_an_op_knows_its_name_and_its_arguments() -> None:
     op = aten.add_.Tensor
@@ -279,6 +291,18 @@ def test_views_have_the_storage_of_their_base() -> None:
     assert weak.expired()
 
 
+@canary("tensor_watch", does="sees before each step whether a tensor has other sizes, strides or dtype")
+def test_other_sizes_strides_and_dtypes_are_seen() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(())]
+    different = private.tensor_watch(tensors)
+    assert different(tensors) is None
+    assert different([torch.zeros(2, 3), *tensors[1:]]) is None
+    assert different([torch.ones(3, 2).t(), *tensors[1:]]) == 0
+    assert different([tensors[0], torch.ones(4, requires_grad=True), tensors[2]]) == 1
+    assert different([tensors[0], torch.ones(3), tensors[2]]) == 1
+    assert different([*tensors[:2], torch.ones((), dtype=torch.float64)]) == 2
+
+
 # --------------------------------------------------------------------------------------------- modules and optimizers
 
 
@@ -294,6 +318,15 @@ def test_a_module_keeps_its_parts_in_three_dicts() -> None:
     buffers["running_mean"] = replaced
     assert norm.running_mean is replaced
     assert list(private.registries(torch.nn.Sequential(norm))[2]) == ["0"]
+
+
+@canary("compiled_in_place", "is_compiled", does="refuses what torch.compile has changed")
+def test_what_torch_compile_has_changed_is_known() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert (private.compiled_in_place(module), private.is_compiled(torch.relu)) == (False, False)
+    module.compile(backend="eager")
+    assert private.compiled_in_place(module)
+    assert private.is_compiled(torch.compile(lambda x: x, backend="eager"))
 
 
 OPTIMIZERS = [getattr(torch.optim, name) for name in ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam")]
@@ -336,6 +369,113 @@ def test_compile_is_told_how_much_to_keep() -> None:
         assert settings.activation_memory_budget == 0.5
     finally:
         settings.activation_memory_budget = before
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def changed(read: Callable[[], Any], context: Any) -> tuple[Any, Any, Any]:
+    """What is read before a context, in it, and after it."""
+    before = read()
+    with context:
+        inside = read()
+    return before, inside, read()
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    """Hands every function on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@canary(
+    "function_mode_count",
+    "autocast_state",
+    "saves_by_hooks",
+    "attention_kernels",
+    does="sees contexts around a step that it depends on",
+)
+def test_contexts_around_a_step_are_seen() -> None:
+    assert changed(private.function_mode_count, Functions()) == (0, 1, 0)
+    cast = (True, torch.bfloat16, True)
+    assert changed(private.autocast_state, torch.autocast("cpu", torch.bfloat16)) == (None, cast, None)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    assert changed(private.saves_by_hooks, hooks) == (False, True, False)
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    assert changed(private.attention_kernels, plain) == ((True,) * 3, (False, False, True), (True,) * 3)
+
+
+@canary("deterministic_state", "matmul_precision", "mkldnn_enabled", does="sees settings that a step depends on")
+def test_settings_are_seen() -> None:
+    before = private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    assert before == ((False, False, fill), torch.get_float32_matmul_precision(), True)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = not fill
+        assert private.deterministic_state() == (True, True, not fill)
+        torch.set_float32_matmul_precision("high")
+        assert private.matmul_precision() == "high"
+        torch._C._set_mkldnn_enabled(False)
+        assert not private.mkldnn_enabled()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.set_float32_matmul_precision(before[1])
+    assert before == (private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled())
+
+
+MODULES = torch.nn.modules.module
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        MODULES.register_module_forward_hook,
+        MODULES.register_module_forward_pre_hook,
+        MODULES.register_module_full_backward_hook,
+        MODULES.register_module_full_backward_pre_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ],
+)
+@canary("global_hooks", does="sees hooks on all modules and optimizers")
+def test_hooks_on_all_modules_and_optimizers_are_seen(register: Callable[..., Any]) -> None:
+    def hook(*_: Any) -> None: ...
+
+    handle = register(hook)
+    try:
+        assert private.global_hooks() == (id(hook),)
+    finally:
+        handle.remove()
+    assert private.global_hooks() == ()
+
+
+# ------------------------------------------------------------------------------------------- of Python's and of numpy's
+
+
+@canary("python_generator", "numpy_generator", does="knows the generators behind random and numpy.random")
+def test_the_generators_behind_the_functions() -> None:
+    assert private.python_generator().getstate() == random.getstate()
+    assert random.random.__self__ is private.python_generator()
+    assert numpy.random.random.__self__ is private.numpy_generator()
+
+
+@canary("logged", "log_by", does="sees what a step logs")
+def test_every_call_of_a_logger_comes_to_one_function(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+    real = private.logged()
+    private.log_by(lambda logger, level, message, *rest, **options: seen.append(message))
+    try:
+        logger = logging.getLogger("canary")
+        logger.error("a")
+        logger.log(logging.CRITICAL, "b")
+        logging.getLogger().error("c")
+    finally:
+        private.log_by(real)
+    assert seen == ["a", "b", "c"]
 
 
 # -------------------------------------------------------------------------- what has no name in private.py, but matters
@@ -404,7 +544,7 @@ def test_another_version_is_refused_in_one_sentence(version: str) -> None:
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1a0+git1234"])
+@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.14.1+cu130", "2.15.0a0+git1234"])
 def test_versions_that_were_tried_are_taken(version: str) -> None:
     private.refuse_version(version)
 
@@ -423,6 +563,9 @@ def test_a_version_that_says_nothing_is_refused() -> None:
         (torch._subclasses.fake_tensor, "FakeTensorMode"),
         (torch.utils._python_dispatch, "_disable_current_modes"),
         (torch.optim.Adam, "_init_group"),
+        (torch._C, "_is_any_autocast_enabled"),
+        (torch.nn.modules.module, "_global_backward_pre_hooks"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
     ],
 )
 def test_a_missing_part_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> None:

@@ -132,14 +132,26 @@ def test_a_number_that_is_another_is_named_with_its_line() -> None:
     assert "optimizer's 'momentum_buffer' of '0.weight'" in error.differing
 
 
-def test_an_op_that_reads_something_else_is_named_with_its_module() -> None:
+def test_an_op_that_is_called_otherwise_is_named_with_its_module() -> None:
     def change(op: Op) -> Op:
         if op.target != "aten.addmm.default" or op.module != "2":
             return op
-        return dataclasses.replace(op, args=(op.args[0], op.args[1], op.args[2], *op.args[3:]), kwargs=(("beta", 2),))
+        return dataclasses.replace(op, kwargs=(("beta", 2),))
 
     runner = runner_of(*recipe(plain)(), change=change)
-    refused(runner, plain, "addmm_1", "of '2'", "returns something else")
+    refused(runner, plain, "addmm_1", "of '2'", "argument 3 is 1 in eager and 2 in the program")
+
+
+def test_an_op_that_reads_something_else_is_named() -> None:
+    def change(op: Op) -> Op:
+        return dataclasses.replace(op, args=(op.args[1], op.args[0])) if op.target == "aten.sub.Tensor" else op
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return plain(model, optimizer, x - model[0].weight[0], y)
+
+    refused(
+        runner_of(*recipe(step)(), change=change), step, "sub_0", "its argument 0", "has other contents than in eager"
+    )
 
 
 def test_a_kernel_that_does_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +168,27 @@ def test_a_kernel_that_does_something_else_is_named(monkeypatch: pytest.MonkeyPa
         runner, plain, "tanh_0 (aten.tanh.default), forward of '1'", "given the same", "elements, by at most"
     )
     assert error.op == "tanh_0"
+
+
+def test_a_default_that_torch_leaves_out_is_an_argument_too() -> None:
+    dropout = recipe(plain, lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+
+    def change(op: Op) -> Op:
+        return dataclasses.replace(op, args=(op.args[0], 0.75)) if op.target == "aten.bernoulli_.float" else op
+
+    words = "bernoulli__0", "of '1'", "argument 1 is 0.5 in eager and 0.75 in the program"
+    refused(runner_of(*dropout(), change=change), plain, *words)
+
+
+def test_a_model_with_other_parameters_than_the_program_trains() -> None:
+    step, model, optimizer, example = recipe(plain, optimizer=torch.optim.AdamW)()
+    runner = runner_of(step, model, optimizer, example)
+    other = recipe(plain)()[1]
+    verifier = Verifier(step, other, optimizer, 1)
+    with pytest.raises(VerifyError) as caught:
+        verifier.check(example, runner, lambda: runner)
+    assert "can't be repeated" not in str(caught.value)
+    assert "the gradient of '0.weight'" in caught.value.differing
 
 
 def test_ops_that_eager_does_not_run_are_named() -> None:
@@ -281,6 +314,25 @@ def test_closures_over_the_model_are_followed() -> None:
     assert verifier.verified == 1
 
 
+history: list[float] = []
+weight = threading.Lock()  # `model.weight` below is no use of it
+
+
+def remember(model: nn.Module, number: float) -> None:
+    assert model[0].weight is not None
+    history.append(number)
+
+
+def test_globals_of_the_step_and_of_what_it_calls_are_followed() -> None:
+    def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        remember(model, 1.0)
+        return plain(model, optimizer, x, y)
+
+    error = refused(runner_of(*recipe(plain)()), step, "1 in eager, 0 in lowtide")
+    assert error.differing == ("the length of variable 'history'", "variable 'history' 0")
+    assert history == []
+
+
 def test_a_model_that_can_not_be_copied() -> None:
     runner = runner_of(*recipe(plain)())
     runner.captured.model.lock = threading.Lock()
@@ -309,9 +361,11 @@ def test_a_copy_is_whole_and_leads_back() -> None:
     }
     assert twin[2].weight is twin[0].weight
     assert twin.view.data_ptr() == twin[0].bias[1:].data_ptr()
-    assert not {id(item) for item in everything(twin, copied.optimizer).values() if item is not None} & set(
-        objects.values()
-    )
+    places = [
+        {item.data_ptr() for item in everything(*one).values() if item is not None}
+        for one in ((model, optimizer), (twin, copied.optimizer))
+    ]
+    assert not places[0] & places[1]
 
     model.history["seen"].append(3)
     model.history["new"] = 1
@@ -319,6 +373,7 @@ def test_a_copy_is_whole_and_leads_back() -> None:
     for _ in range(2):
         step(model, optimizer, x, y)
     optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.state = optimizer.state.copy()
     copied.restore()
     assert_same(before, cloned(model, optimizer))
     kept = {key: id(item) for key, item in everything(model, optimizer).items() if not key.startswith("model ")}
@@ -373,6 +428,13 @@ def test_a_fitted_step_that_differs_is_undone() -> None:
     train(*example)
     assert train.verifier is not None
     assert train.verifier.verified == 1
+
+
+def test_a_wrapped_model_says_that_it_can_not_be_verified() -> None:
+    _, model, _, (x, _) = recipe(plain)()
+    net = lowtide.wrap(model, example=(x,), costs="roofline", time_limit=0)
+    with pytest.raises(UsageError, match=r"can't be verified(.|\n)*lowtide.fit"):
+        net.fitted.verify(3)
 
 
 def test_wrong_calls_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ def run(*arguments: str) -> str:
     [
         *("", "profile", "plan", "curve", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
-        *("bench fit", "bench limited", "bench steady", "bench classics", "bench trust", "data", "data install"),
+        *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust"),
+        *("data", "data install"),
     ],
 )
 def test_help(golden: Golden, command: str) -> None:
@@ -60,15 +61,27 @@ def test_wrong_calls(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "target", "columns"),
     [
         ("profile-gpt-100", "gpt:layers=4,width=128,context=64,vocabulary=512,batch=4", 100),
-        ("profile-step-80", "step.py:make", 80),
         ("profile-step-120", "step.py:make", 120),
     ],
 )
-def test_profile(golden: Golden, name: str, target: str, columns: int) -> None:
-    command = [sys.executable, "-m", "lowtide.cli", "profile", target, "--costs", "roofline"]
-    environment = {**os.environ, **PLAIN, "COLUMNS": str(columns)}
+def test_profile(golden: Golden, name: str, target: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
+    environment = {**PLAIN, "COLUMNS": str(columns)}
+    done = CliRunner().invoke(app, ["profile", target, "--costs", "roofline"], env=environment)
+    assert done.exit_code == 0, done.output
+    compare_profile(golden, name, columns, done.stdout, done.stderr)
+
+
+def test_profile_in_a_process_of_its_own(golden: Golden) -> None:
+    command = [sys.executable, "-m", "lowtide.cli", "profile", "step.py:make", "--costs", "roofline"]
+    environment = {**os.environ, **PLAIN, "COLUMNS": "80"}
     done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=True)
-    assert "\x1b" not in done.stdout
-    assert done.stderr == ""
-    assert all(len(line) <= columns and line == line.rstrip() for line in done.stdout.splitlines())
-    golden(name, done.stdout)
+    compare_profile(golden, "profile-step-80", 80, done.stdout, done.stderr)
+
+
+def compare_profile(golden: Golden, name: str, columns: int, shown: str, talked: str) -> None:
+    """What was shown is as wide as the terminal at most, and in the golden file; and nothing was said beside it."""
+    assert "\x1b" not in shown
+    assert talked == ""
+    assert all(len(line) <= columns and line == line.rstrip() for line in shown.splitlines())
+    golden(name, shown)

@@ -65,7 +65,7 @@ def _make_op(random: Random, index: int, values: list[Value], current: dict[int,
     readable = sorted(current.values())
     recent = readable[-5:] if random.random() < 0.6 else readable
     reads = random.sample(recent, min(len(recent), random.choice((0, 1, 1, 2, 2, 3))))
-    updated = [value for value in reads if random.random() < 0.25]
+    updated = [value for value in reads if random.random() < 0.25 and values[value].kind != "scalar"]
     outputs: list[int | None] = []
     for _ in range(random.choice((1, 1, 1, 2, 3) if not updated else (0, 1, 1, 2))):
         roll = random.random()
@@ -186,6 +186,13 @@ def make_tree(random: Random, size: int) -> Graph:
     return Graph(tuple(ops), tuple(values), (), tuple(Output(value, "result", (value,)) for value in ends))
 
 
+def _possible(graph: Graph, pair: tuple[int, int]) -> bool:
+    """Whether a result may sit on an argument at all: both have bytes, and an update sits on nothing else."""
+    updated = {new: old for op in graph.ops for new, old in op.updates}
+    made, read = pair
+    return "scalar" not in (graph.values[made].kind, graph.values[read].kind) and updated.get(made, read) == read
+
+
 def make_costs(random: Random, graph: Graph) -> Costs:
     """Costs with some temporaries, some rounding up, and some pairs that may be in place (not all of them wise)."""
     rounded = random.random() < 0.3
@@ -193,7 +200,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
     in_place = []
     for reads, makes in zip(graph.reads, graph.makes, strict=True):
         pairs = [(made, read) for made in makes for read in reads if nbytes[made] == nbytes[read]]
-        in_place.append(tuple(pair for pair in pairs if random.random() < 0.6))
+        in_place.append(tuple(pair for pair in pairs if random.random() < 0.6 and _possible(graph, pair)))
     return Costs(
         graph=graph.fingerprint,
         seconds=tuple(random.choice((0.0, 0.5, 1.0, 0.1)) for _ in graph.ops),
@@ -320,7 +327,7 @@ class _Writer:
         maker = self.graph.maker[value]
         if maker < 0 or maker not in self.has_run or value not in self.graph.makes_of(maker, again=True):
             raise Stuck
-        if not self.graph.repeatable(maker) or len(self.instructions) > 200:
+        if not self.graph.repeatable(maker) or len(self.instructions) > max(200, 10 * len(self.graph.ops)):
             raise Stuck
         reads = self.graph.reads_of(maker, again=True)
         for read in reads:
@@ -355,9 +362,7 @@ class _Writer:
             if any(made == m or read == r for m, r in over) or made in self.places["device"]:
                 continue
             lasting = graph.values[read].storage in graph.lasting_storages or read in graph.required
-            update = all(made != new or read == old for new, old in graph.ops[op].updates)
-            update &= "scalar" not in (graph.values[made].kind, graph.values[read].kind)
-            possible = made in makes and read in reads and read not in protected and not lasting and update
+            possible = made in makes and read in reads and read not in protected and not lasting
             if possible and self.random.random() < self.wild:
                 over.append((made, read))
         self.random.shuffle(over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.execute.loops import roll
@@ -73,6 +73,10 @@ def test_short_source_stays_as_it_is() -> None:
     assert roll(lines) == (lines, {})
 
 
+PATIENT = settings(deadline=None)  # a busy machine is no failure
+
+
+@PATIENT
 @given(st.integers(1, 150), st.frozensets(st.integers(0, 150), max_size=6))
 def test_any_chain_does_the_same(length: int, extra: frozenset[int]) -> None:
     lines = chain(length, extra=extra)
@@ -81,6 +85,7 @@ def test_any_chain_does_the_same(length: int, extra: frozenset[int]) -> None:
     assert len(rolled) <= len(lines) + 2
 
 
+@PATIENT
 @given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=40), st.integers(1, 30))
 def test_any_pattern_does_the_same(body: list[str], times: int) -> None:
     lines = ["(t1, t2, ) = inputs", "inputs.clear()"]

@@ -32,6 +32,8 @@ def source(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv("LOWTIDE_CACHE", str(path))
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "private"))
     return path
 
 
@@ -190,7 +192,7 @@ def test_a_full_disk_is_named(source: Path, cache: Path, monkeypatch: pytest.Mon
 
 
 def _says(words: str) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(command: list[str], workshop: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0 if workshop is None else 1, "version", words)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import brute
@@ -10,7 +11,9 @@ from graphs import Case, captured, cases, lay_out, make_case, make_program
 from hypothesis import given, settings
 
 from lowtide.check import check
-from lowtide.program import Copy, Program, Run
+from lowtide.costs import declared
+from lowtide.graph import Graph, Input, Value
+from lowtide.program import Copy, Free, Program, Run, Wait
 from lowtide.simulate import simulate
 
 
@@ -42,3 +45,19 @@ def _agree(case: Case, program: Program) -> None:
         assert simulated.seconds >= alone * (1 - 1e-9)
     else:
         assert simulated.seconds == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_copy_comes_from_the_host_if_it_is_there_or_else_from_the_disk() -> None:
+    graph = Graph((), (Value("x", 100, "batch", 0),), (Input(0, ("x",)),), ())
+    costs = dataclasses.replace(declared(graph), bandwidth=(("host", 100.0), ("disk", 1.0)))
+    there = (Copy(0, "host"), Wait(0, "host"), Copy(0, "disk"), Wait(0, "disk"), Free(0))
+    back = (Copy(0, "device"), Wait(0, "device"))
+    end = (Free(0, "host"), Free(0, "disk"))
+    for rows, seconds in (
+        ((*there, *back, *end), 102),
+        ((*there, end[0], *back, end[1]), 201),
+        ((*there[2:4], *there[:2], Free(0), *back, *end), 102),
+    ):
+        program = Program(graph.fingerprint, rows)
+        check(graph, costs, program)
+        assert simulate(graph, costs, program).seconds == pytest.approx(seconds)

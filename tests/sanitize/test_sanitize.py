@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 TORCH = Path(torch.__file__).parent
 SECONDS = 1800  # the longest takes some minutes on a machine that does nothing else
 FLAGS = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
-COMPLAINTS = ("AddressSanitizer", "ThreadSanitizer", "runtime error:", "Assertion '")
+COMPLAINTS = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:", "Assertion '")
 
 # What runs, and what of our C++ it is there for.
 TESTS = {

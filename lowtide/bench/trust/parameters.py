@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.bench.trust.edits import FACTOR, Edit, Undo, remember
 from lowtide.bench.trust.twins import Twin
+from lowtide.private import registries
 
 Work = Callable[
     [Twin, nn.Module, str, Any], Any
@@ -242,7 +243,7 @@ def _untie(twin: Twin) -> Undo:
     undo = remember(*twin.model.modules())
     seen: set[int] = set()
     for module in twin.model.modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in registries(module)[0].items():
             if parameter is not None and id(parameter) in seen:
                 setattr(module, key, nn.Parameter(parameter.detach().clone()))
             seen.add(id(parameter))

@@ -1,0 +1,198 @@
+"""A lack of memory at any allocation, and Ctrl-C at any moment: eager's bits, or an error that says what changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from faulty import Checkpoint, differing, everything, recipe, step
+
+import lowtide
+from lowtide import allocator
+from lowtide.allocator.arena import POOL
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FEW, MANY = 8, 200  # allocations that fail, one after the other
+MOMENTS, MORE_MOMENTS = 10, 100
+SECONDS = 1800
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("allocations are made to fail with g++ on Linux")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = str(HERE / "faults.cpp")
+    subprocess.run([compiler, "-shared", "-fPIC", "-std=c++20", "-O1", source, "-o", str(library), "-ldl"], check=True)
+    return library
+
+
+def fail_each(preload: Path, whose: str, first: int, last: int) -> list[str]:
+    """What came of it when each of these allocations failed, in turn."""
+    environment = os.environ | {"LD_PRELOAD": str(preload), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(HERE / "faulty.py"), str(preload), whose, str(first), str(last)]
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=HERE
+    )
+    assert found.returncode == 0, found.stdout + found.stderr[-4000:]
+    assert "Exception ignored" not in found.stderr, found.stderr[-4000:]
+    return found.stdout.splitlines()
+
+
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_the_first_allocations_fail(preload: Path, whose: str) -> None:
+    lines = fail_each(preload, whose, 0, FEW)
+    assert len(lines) == 5
+    assert all("Error" in line for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_any_allocation_fails(preload: Path, whose: str) -> None:
+    assert len(fail_each(preload, whose, FEW, MANY)) == 5
+
+
+# Ctrl-C; one that comes while a finalizer runs is ignored by Python, which says so
+
+LOST = "ignore::pytest.PytestUnraisableExceptionWarning"
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Let the alarm clock be a Ctrl-C: it comes to the microsecond, and also to processes in the background."""
+    usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGALRM, usual)
+
+
+def interrupt_after(seconds: float, run: Callable[[], object]) -> bool:
+    """Run, with an interruption after so many seconds; whether it came while it ran."""
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+            run()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def doors(door: str) -> tuple[Callable[..., Any], Any, Any, Any]:
+    model, optimizer, example = recipe()
+    if door == "fit":
+        train: Callable[..., Any] = lowtide.fit(
+            step, model, optimizer, example=example, budget="3MiB", time_limit=0.2, costs="roofline"
+        )
+    else:
+        net = lowtide.wrap(model, example=example[:1], budget="3MiB", time_limit=0.2)
+
+        def train(*batch: Any) -> Any:
+            return step(net, optimizer, *batch)
+
+    return train, model, optimizer, example
+
+
+def nothing_left() -> bool:
+    if allocator.installed():
+        gc.collect()
+    return not allocator.installed()
+
+
+def interrupt_often(door: str, moments: int, seed: int) -> int:
+    """Interrupt so many steps at random moments, each from one checkpoint; how many heard it."""
+    train, model, optimizer, example = doors(door)
+    twin, twins_optimizer, _ = recipe()
+    torch.manual_seed(1)
+    step(twin, twins_optimizer, *example)
+    for _ in range(3):
+        train(*example)
+    start = Checkpoint(twin, twins_optimizer)
+    start.model, start.optimizer = model, optimizer
+    loss = step(twin, twins_optimizer, *example).detach()
+    expected = everything(twin, twins_optimizer)
+    start.load()
+    began = time.perf_counter()
+    train(*example)
+    took = time.perf_counter() - began
+    chance, came = random.Random(seed), 0
+    for moment in range(moments):
+        start.load()
+        came += interrupt_after(chance.random() * took, lambda: train(*example))
+        assert nothing_left(), moment
+        assert all(arena.blocks == 0 for arena in POOL._idle), moment
+        start.load()
+        assert torch.equal(train(*example).detach(), loss), moment
+        assert differing(everything(model, optimizer), expected) == set(), moment
+    return came
+
+
+@pytest.mark.filterwarnings(LOST)
+@pytest.mark.parametrize("door", ["fit", "wrap"])
+def test_ctrl_c_at_some_moments(alarm: None, door: str) -> None:
+    assert interrupt_often(door, MOMENTS, 0) > 0
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings(LOST)
+@pytest.mark.parametrize("door", ["fit", "wrap"])
+def test_ctrl_c_at_many_moments(alarm: None, door: str) -> None:
+    assert interrupt_often(door, MORE_MOMENTS, 1) > MORE_MOMENTS // 4
+
+
+def interrupted_at(line: int, run: Callable[[], object]) -> bool:
+    """Run, with an interruption at this line, counted from the first, of the code around a half; was it reached?"""
+    files = {sys.modules[name].__file__ for name in ("lowtide.execute.halves", "lowtide.allocator.arena")}
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in files or frame.f_code.co_name == "__del__":
+            return None
+        lines += event == "line"
+        if event == "line" and lines == line:
+            raise KeyboardInterrupt
+        return trace
+
+    usual = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(usual)
+    return lines >= line
+
+
+@pytest.mark.filterwarnings(LOST)
+def test_an_interruption_at_any_line_around_a_half_leaves_nothing_behind() -> None:
+    train, model, optimizer, example = doors("wrap")
+    for _ in range(3):
+        train(*example)
+    held = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    line = 0
+    reached = True
+    while reached:
+        line += 1
+        reached = interrupted_at(line, lambda: train(*example))
+        assert nothing_left(), line
+    assert line > 60
+    model.load_state_dict(held[0])
+    optimizer.load_state_dict(held[1])
+    train(*example)
