@@ -59,6 +59,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench limited
 	$(BIN)/lowtide bench steady
 	$(BIN)/lowtide bench classics
+	$(BIN)/lowtide bench trust
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py

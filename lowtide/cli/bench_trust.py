@@ -25,6 +25,7 @@ KINDS = (
     *("net", "object", "optimizer", "option", "parameter"),
 )
 SHOWN = 60  # of what ended wrong
+REASONS = 12  # of refusals that are shown
 
 
 @answering
@@ -52,7 +53,11 @@ def trust(
     wanted = _orders(seed, only or (), life, tuple(edit or ()))
     with counting("edits") as progress:
         found = campaigns.run(wanted, edits, jobs or os.cpu_count() or 1, progress)
-    finish([_kinds(found), _summary(found), _wrong(found), *([_each(found)] if edit else [])], as_json, markdown)
+    finish(
+        [_kinds(found), _refused(found), _summary(found), _wrong(found), *([_each(found)] if edit else [])],
+        as_json,
+        markdown,
+    )
 
 
 def _orders(seed: int, only: Sequence[str], life: int | None, texts: tuple[str, ...]) -> list[Order]:
@@ -87,6 +92,26 @@ def _kinds(found: Campaign) -> Part:
     titles = ["kind", *campaigns.VERDICTS]
     table = Table("srrrrrr", [*cells, ["all", *total]], titles, ("bold", *[""] * 6))
     return Part("kinds", rows, [table])
+
+
+def _refused(found: Campaign) -> Part:
+    """Why edits were refused, the most frequent reason first, with one edit of each."""
+    reasons: dict[str, list[Outcome]] = {}
+    for one in found.edits:
+        if one.verdict == "refused":
+            place, colon, rest = one.detail.partition(".py:")
+            reason = f"{place.partition(' ')[0]} {rest.partition(' ')[2]}" if colon else one.detail
+            reasons.setdefault(f"{one.halfway} {reason[:60]}", []).append(one)
+    rows: list[Row] = []
+    for ones in sorted(reasons.values(), key=len, reverse=True):
+        first = min(ones, key=lambda one: len(one.before))
+        row: Row = {"target": f"{first.program}/{first.door}", "times": len(ones), "halfway": first.halfway, "ok": True}
+        rows.append({**row, "detail": first.detail, "again": campaigns.command(first)})
+    lines = [
+        f"refused x{row['times']}{', half-way' if row['halfway'] else ''}: {row['detail']}\n    {row['again']}"
+        for row in rows[:REASONS]
+    ]
+    return Part("refused", rows, [], "Why edits were refused" if rows else "", lines)
 
 
 def _summary(found: Campaign) -> Part:

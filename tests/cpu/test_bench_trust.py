@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench.trust import compare, draw, twins
+from lowtide.bench.trust import campaign, compare, draw, twins
 from lowtide.bench.trust.edits import Edit
 from lowtide.bench.trust.life import START, Judgement, Life
 from lowtide.errors import UsageError
@@ -142,3 +142,18 @@ def test_generators_are_compared(life: Callable[..., Life]) -> None:
 
 def test_the_start_is_no_edit() -> None:
     assert not START.value
+
+
+def test_shares_add_up() -> None:
+    given = campaign.shares(campaign.orders(0, campaign.pairs(), None), 2000)
+    assert sum(order.edits for order in given) == 2000
+    assert {order.program for order in given} == set(campaign.WEIGHTS)
+
+
+@pytest.mark.long
+def test_a_small_campaign_finds_nothing_wrong() -> None:
+    pairs = [("settings", "fit"), ("epochs", "fit"), ("layers", "wrap"), ("mlp", "fit")]
+    found = campaign.run(campaign.orders(7, pairs, None), 40, 1, lambda *_: None)
+    assert not found.failures
+    assert not found.wrong, [campaign.command(one) for one in found.wrong]
+    assert found.share >= campaign.FAIR

@@ -73,6 +73,11 @@ def same(one: Any, other: Any) -> bool:
     return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
 
 
+def _named(key: Any, number: int) -> str:
+    """A key as a part of a path; a parameter that the model has not is known by its place."""
+    return f"parameter {number}" if isinstance(key, Tensor) else str(key)
+
+
 class _Walk:
     """A walk over objects, each visited once; where it is met again, its first path stands for it."""
 
@@ -144,7 +149,7 @@ class _Walk:
                 self._attributes(path, thing)
 
     def _mapping(self, path: str, thing: Mapping[Any, Any]) -> None:
-        names = {key: self._paths.get(id(key)) or str(key) for key in thing}
+        names = {key: self._paths.get(id(key)) or _named(key, number) for number, key in enumerate(thing)}
         if not path.endswith("optimizer.state"):
             self.found[f"{path} keys"] = ", ".join(names.values())
         for key, part in thing.items():
@@ -172,5 +177,5 @@ class _Walk:
         if type(thing).__module__.partition(".")[0] in ("logging", "weakref", "threading"):
             return
         for name, part in list(getattr(thing, "__dict__", {}).items()):
-            if not name.endswith(HOOKS) and HOOKS + "_" not in name:
+            if not name.endswith(HOOKS) and HOOKS + "_" not in name and name != "_is_full_backward_hook":
                 self.visit(f"{path}.{name}", part)

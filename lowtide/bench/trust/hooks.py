@@ -27,15 +27,19 @@ def hook_edits(twin: Twin) -> Iterator[Edit]:
 
 
 def _note(twin: Twin, what: str) -> Callable[..., None]:
-    return lambda *_: twin.notes.append(what)
+    notes = twin.notes  # a hook must not reach what the campaign itself keeps
+    return lambda *_: notes.append(what)
+
+
+def _keep(twin: Twin) -> Callable[..., None]:
+    notes = twin.notes
+    return lambda module, args, out: notes.append(out.detach() if isinstance(out, Tensor) else None)
 
 
 _HOOKS: dict[str, Callable[[nn.Module, Twin], Any]] = {
     "forward hook that scales": lambda module, _: module.register_forward_hook(lambda m, a, out: scale(out)),
     "forward hook that notes": lambda module, twin: module.register_forward_hook(_note(twin, "forward")),
-    "forward hook that keeps": lambda module, twin: module.register_forward_hook(
-        lambda m, a, out: twin.notes.append(out.detach() if isinstance(out, Tensor) else None)
-    ),
+    "forward hook that keeps": lambda module, twin: module.register_forward_hook(_keep(twin)),
     "pre-forward hook that scales": lambda module, _: module.register_forward_pre_hook(
         lambda m, args: tuple(_scale_floats(arg) for arg in args)
     ),
@@ -71,7 +75,8 @@ def _hook_net(work: Callable[[nn.Module, Twin], Any], twin: Twin) -> Undo:
 
 def _of_twin(twin: Twin, work: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that minds the modules of one twin only."""
-    return lambda module, *rest: work(module, *rest) if any(module is m for m in twin.model.modules()) else None
+    model = twin.model
+    return lambda module, *rest: work(module, *rest) if any(module is m for m in model.modules()) else None
 
 
 _GLOBAL_HOOKS: dict[str, Callable[[Twin], Any]] = {

@@ -238,8 +238,8 @@ def _edit(
         if verdict in WRONG:
             return count, (edit, outcome)
         teller.emit(outcome)
-        if verdict == "raises" or (verdict == "refused" and (edit.kind == "undo" or not life.done)):
-            break
+        if verdict == "raises" or (verdict == "refused" and (outcome.halfway or edit.kind == "undo" or not life.done)):
+            break  # the twins are no longer alike, or nothing can be undone
     return count, None
 
 

@@ -116,7 +116,8 @@ def _grad_hook(_: Twin, __: nn.Module, ___: str, old: Tensor) -> Any:
 
 
 def _noting_hook(twin: Twin, __: nn.Module, ___: str, old: Tensor) -> Any:
-    return old.register_hook(lambda gradient: twin.notes.append(gradient.detach().sum()))
+    notes = twin.notes  # a hook must not reach what the campaign itself keeps
+    return old.register_hook(lambda gradient: notes.append(gradient.detach().sum()))
 
 
 def _scale_gradient(tensor: Tensor) -> None:
