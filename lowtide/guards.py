@@ -158,6 +158,7 @@ class Guards:
     entries: tuple[Entry, ...] = ()
     names: tuple[Names, ...] = ()
     contents: tuple[Content, ...] = ()
+    kinds: tuple[tuple[Any, type], ...] = ()  # objects, and their classes
     around: tuple[Any, ...] = ()  # settings of torch, in the order of `watch.NAMES`
     comparisons: tuple[Comparison, ...] = ()  # of numbers that are inputs
     numbers: tuple[Place, ...] = ()  # Python numbers that are inputs of the program

@@ -80,7 +80,7 @@ class Wrapped(nn.Module):
         _refuse_autocast()
         half: Half = self.fitted(*_detached((args, kwargs)))
         ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        roots = _Turn.apply(half, ends.roots, *_sources(self.unwrapped, args, kwargs))  # type: ignore[no-untyped-call]
+        roots = _Turn.apply(half, ends, *_sources(self.unwrapped, args, kwargs))  # type: ignore[no-untyped-call]
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -91,6 +91,16 @@ class Wrapped(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.unwrapped.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The model's attributes are set in the model."""
+        if "fitted" in self.__dict__:
+            setattr(self.unwrapped, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.unwrapped, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -142,6 +152,7 @@ class _Ends:
     roots: int  # how many have a history
     structure: tree.Tree
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
+    reach: tuple[frozenset[int], ...]  # for each with a history the sources, by place, that it depends on
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -167,10 +178,12 @@ class _Whole:
             )
         others = [leaf for leaf in tensors.values() if not leaf.requires_grad]
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
-        self.ends = _Ends(len(roots), structure, tuple(order.get(id(leaf), (leaf,)) for leaf in leaves))
+        sources = _sources(model, args, kwargs)
+        handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
+        self.ends = _Ends(len(roots), structure, handed, tuple(_reach(root, sources) for root in roots))
         with torch.no_grad():
             given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
-        gradients = torch.autograd.grad(roots, _sources(model, args, kwargs), given, allow_unused=True)
+        gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
         return roots, others, gradients, given
 
 
@@ -178,16 +191,35 @@ class _Turn(torch.autograd.Function):
     """A step in halves, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, half: Half, roots: int, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.half = half
+    def forward(ctx: Any, half: Half, ends: _Ends, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.half, ctx.ends = half, ends
+        ctx.set_materialize_grads(False)
         # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
-        return tuple(output.detach() for output in half.outputs[:roots])
+        return tuple(output.detach() for output in half.outputs[: ends.roots])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *given: Tensor) -> Any:
-        _, _, gradients, _ = ctx.half.finish(given)
-        return None, None, *gradients
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
+        reached = frozenset().union(*(ctx.ends.reach[place] for place, one in enumerate(given) if one is not None))
+        outputs = [torch.zeros_like(ctx.half.outputs[place]) if one is None else one for place, one in enumerate(given)]
+        _, _, gradients, _ = ctx.half.finish(outputs)
+        return None, None, *(one if place in reached else None for place, one in enumerate(gradients))
+
+
+def _reach(root: Tensor, sources: Sequence[Tensor]) -> frozenset[int]:
+    """The places of those sources that a tensor was made from."""
+    places = {id(source): place for place, source in enumerate(sources)}
+    found, seen, waiting = {places[id(root)]} if id(root) in places else set(), set(), [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        place = places.get(id(getattr(node, "variable", None)))
+        found |= set() if place is None else {place}
+        waiting += [following for following, _ in node.next_functions]
+    return frozenset(found)
 
 
 def _sources(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -30,6 +30,7 @@ class Assumptions:
         self.entries: list[Entry] = []
         self.names: list[Names] = []
         self.contents: list[Content] = []
+        self.kinds: list[tuple[Any, type]] = []
         self.opaque: dict[str, None] = {}
         self._done: set[int] = set()
         self._waiting: collections.deque[tuple[Any, str, frozenset[Use]]] = collections.deque()
@@ -47,7 +48,13 @@ class Assumptions:
             if id(value) not in self._done and not isinstance(value, ATOMS):
                 self._done.add(id(value))
                 self._look(value, name, uses)
-        return Guards(tuple(self.entries), tuple(self.names), tuple(self.contents), opaque=tuple(self.opaque))
+        return Guards(
+            tuple(self.entries),
+            tuple(self.names),
+            tuple(self.contents),
+            tuple(self.kinds),
+            opaque=tuple(self.opaque),
+        )
 
     def _wait(self, value: Any, name: str, uses: frozenset[Use] = READ) -> None:
         self._waiting.append((value, name, uses))
@@ -79,6 +86,7 @@ class Assumptions:
                 self._attributes(value.__dict__, name, without=("param_groups", "state", "defaults", *OPTIMIZER_HOOKS))
                 for key in OPTIMIZER_HOOKS:
                     self._mapping(value.__dict__[key], f"{name}.{key}")
+                self._mapping(value.defaults, f"{name}.defaults")
                 groups = value.param_groups
                 self.entries.append(Entry(Place(value.__dict__, "param_groups", f"{name}.param_groups"), groups))
                 self.contents.append(Content(groups, list(groups), f"the order of {name}.param_groups"))
@@ -150,6 +158,7 @@ class Assumptions:
                 shown = name if key in ("_modules", "_parameters", "_buffers") else f"{name}.{key}"
                 self.entries.append(Entry(Place(module.__dict__, key, shown), attributes[key]))
                 self._mapping(attributes[key], shown)
+        self.kinds.append((module, type(module)))
         self._wait(type(module), type(module).__name__)
 
     def _attributes(self, attributes: dict[str, Any], name: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -204,6 +213,7 @@ class Assumptions:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and id(attributes) in self.world.held:
             self._attributes(attributes, name)
+            self.kinds.append((value, type(value)))
             self._wait(type(value), type(value).__name__)
         elif held is None and id(value) in self.world.opaque:
             self.opaque[name] = None

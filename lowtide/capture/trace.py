@@ -221,6 +221,12 @@ class Trace:
             followed.enter_context(self.follower.followed())
             results = self.step(self.model, self.optimizer, *batch)
         self.recorder.draws.end()
+        for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
+            if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
+                raise CaptureError(
+                    f"the step leaves a gradient in its batch ({'.'.join(map(str, path))}), which requires one.",
+                    hint="take it by torch.autograd.grad and return it, or wrap the model: lowtide.wrap gives it.",
+                )
         left = {name: self.tensors[name].grad for name in self.parameters}
         self._mark_gradients()
         rebound = self._rebound()

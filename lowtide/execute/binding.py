@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -34,6 +34,7 @@ class Binding:
         graph = captured.graph
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
+        self.state_watch: Callable[[list[Any]], int | None] | None = None  # made when the state is there
         self.told = False  # the effects of the step are done already
         self.rebinds = any(output.role == "buffer" for output in graph.outputs)
         self.tensors = self.present()
@@ -84,6 +85,7 @@ class Binding:
         """The tensors and numbers of this call."""
         captured = self.captured
         found = []
+        states = []
         for kind, place, key in self.sources:
             if kind == "slot":
                 found.append(place[key])
@@ -91,7 +93,8 @@ class Binding:
                 found.append(leaves[place])
             elif kind == "state":
                 owner, slot = place
-                found.append(owner.state[slot.holder[slot.key]][key])
+                states.append(owner.state[slot.holder[slot.key]].get(key))
+                found.append(states[-1])
             elif kind == "gradient":
                 found.append(place.holder[place.key].grad)
             elif kind == "constant":
@@ -102,7 +105,21 @@ class Binding:
                 found.append(self.drawn[place])
             else:
                 found.append(self.given((place, *key)))
+        self.check_states(states)
         return found
+
+    def check_states(self, states: list[Any]) -> None:
+        """The optimizer's state must be there, with the sizes and dtypes of the capture."""
+        if self.state_watch is None:
+            graph = self.captured.graph
+            values = [graph.values[item.value] for item in graph.inputs if graph.values[item.value].kind == "state"]
+            for value, tensor in zip(values, states, strict=True):
+                fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == value.shape
+                if not fits or str(tensor.dtype) != f"torch.{value.dtype}" or tuple(tensor.stride()) != value.stride:
+                    raise StaleError(f"the optimizer's state {value.name!r} is not there, or not as at capture.")
+            self.state_watch = private.tensor_watch(states)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in states) or self.state_watch(states) is not None:
+            raise StaleError("the optimizer's state is not there, or has other sizes or dtypes than at capture.")
 
     def take_gradients(self) -> None:
         """The gradients that were there belong to the step now, unless they stay where they are."""
@@ -235,9 +252,10 @@ class Binding:
             raise StaleError(f"the optimizer has {len(groups)} parameter groups, at capture {len(captured.options)}.")
         for number, (group, options) in enumerate(zip(groups, captured.options, strict=True)):
             for key, option in options.items():
-                if group.get(key) != option:
+                now = group.get(key, MISSING)
+                if now is not option and (now is MISSING or not same(option, now)):
                     raise StaleError(
-                        f"{key!r} of parameter group {number} is {group.get(key)!r}, at capture {option!r}.",
+                        f"{key!r} of parameter group {number} is {now!r}, at capture {option!r}.",
                         hint="only lr, momentum, betas and weight_decay may change between steps; capture again.",
                     )
         for place in captured.guards.numbers:
