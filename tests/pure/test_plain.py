@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,11 @@ ENDLESS = 10**12  # places
 @contextmanager
 def no_compiler(*, quietly: bool = True) -> Iterator[None]:
     """A process in which nothing has been compiled, and nothing can be."""
-    with mock.patch.dict(os.environ, CXX="/nonexistent"), mock.patch.object(compiling, "_missing", []):
+    with (
+        tempfile.TemporaryDirectory() as cache,  # what was compiled before would be taken, compiler or not
+        mock.patch.dict(os.environ, CXX="/nonexistent", LOWTIDE_CACHE=cache),
+        mock.patch.object(compiling, "_missing", []),
+    ):
         for library in LIBRARIES:
             library.cache_clear()
         try:
