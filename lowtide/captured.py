@@ -58,6 +58,7 @@ class Captured:
     owners: Mapping[str, Any]  # parameter name -> the optimizer that it belongs to
     constants: tuple[Any, ...]
     options: tuple[Mapping[str, Any], ...]  # for each parameter group, the options that are constants of the graph
+    members: tuple[tuple[Any, ...], ...]  # for each parameter group, its parameters
     guards: Guards
     gradients: Mapping[str, bool]  # parameter name -> whether it has a gradient before the step, where that matters
     trained: tuple[str, ...]  # parameters whose gradient the step makes, clears or leaves alone

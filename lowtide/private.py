@@ -248,20 +248,24 @@ def log_by(function: Callable[..., Any]) -> None:
     logging.Logger._log = function  # type: ignore[method-assign]
 
 
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
+
+
 def tensor_watch(tensors: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], int | None]:
     """A function that says which of these tensors has other sizes, strides, dtype or needs now, quickly; None: none."""
     from torch._C._dynamo.guards import TensorGuards
 
     sizes: Any = [list(tensor.shape) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
-    names = [str(place) for place in range(len(tensors))]
     watch = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    kinds = [_kind(tensor) for tensor in tensors]
 
     def different(now: list[torch.Tensor]) -> int | None:
         if watch.check(*now):
-            return None
-        text = str(watch.check_verbose(*now, tensor_check_names=names))
-        return next((place for place, name in enumerate(names) if f"'{name}'" in text), 0)
+            return None  # else modes of torch around the call may be what differs
+        pairs = enumerate(zip(kinds, map(_kind, now), strict=True))
+        return next((place for place, (then, kind) in pairs if then != kind), None)
 
     return different
 

@@ -87,13 +87,6 @@ class Assumptions:
                 for key in OPTIMIZER_HOOKS:
                     self._mapping(value.__dict__[key], f"{name}.{key}")
                 self._mapping(value.defaults, f"{name}.defaults")
-                groups = value.param_groups
-                self.entries.append(Entry(Place(value.__dict__, "param_groups", f"{name}.param_groups"), groups))
-                self.contents.append(Content(groups, list(groups), f"the order of {name}.param_groups"))
-                for number, group in enumerate(groups):
-                    shown = f"{name}.param_groups[{number}]"
-                    self.entries.append(Entry(Place(group, "params", f"the parameters of {shown}"), group["params"]))
-                    self.contents.append(Content(group["params"], list(group["params"]), f"the parameters of {shown}"))
             case dict() if held is not None:
                 self._container(held.before, value, name, uses)
             case list() | set() | collections.deque() | bytearray() | numpy.ndarray() if held is not None:

@@ -24,6 +24,7 @@ from lowtide.capture import lines
 from lowtide.capture.impure import refuse_impure
 from lowtide.capture.lines import Load, Use
 from lowtide.capture.world import World, library
+from lowtide.errors import CaptureError
 from lowtide.guards import MISSING
 
 _TORCH, _NUMPY = (os.path.dirname(module.__file__ or "") + os.sep for module in (torch, numpy))
@@ -70,6 +71,7 @@ class Follower:
         self.cells: dict[str, set[Use]] = {}
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
+        self.refusal: CaptureError | None = None  # of a line that did what can't be repeated
         self.codes: set[CodeType] = set()
         self._made: set[CodeType] = set()  # of functions that the step itself makes
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -161,7 +163,11 @@ class Follower:
         value = found.value if found.value is not MISSING else getattr(builtins, load.name, None)
         for attribute in load.then if isinstance(value, ModuleType) else ():
             value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
-        refuse_impure(value, source)
+        try:
+            refuse_impure(value, source)
+        except CaptureError as error:
+            self.refusal = self.refusal or error  # the step's own code might catch it
+            raise
 
 
 def _of_library(value: Any) -> bool:

@@ -28,6 +28,8 @@ def _shown(filename: str) -> str | None:
         return None
     if filename.startswith(_OURS) and not filename.startswith(_MODELS):
         return None
+    if filename.startswith(_OURS):  # wherever people are, it is the same name
+        return os.path.join(*filename.split(os.sep)[-2:])
     relative = os.path.relpath(filename)
     return relative if not relative.startswith("..") else os.path.join(*filename.split(os.sep)[-2:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,9 +143,11 @@ class Trace:
 
     def run(self) -> Traced:
         """The captured step, with everything put back."""
-        generator, grad_mode = torch.get_rng_state(), torch.is_grad_enabled()
+        generator, grad_mode = None, torch.is_grad_enabled()
         try:
+            generator = torch.get_rng_state()
             with contextlib.ExitStack() as stack:
+                stack.enter_context(_without_collector())
                 numbers = stack.enter_context(self._symbolic())
                 self.world.see(self.step, "the step")
                 self.world.see(self.model, "model")
@@ -166,7 +169,8 @@ class Trace:
                 hint="does it run in eager PyTorch? What leaves torch (numpy, .tolist()) can't be captured.",
             ) from error
         finally:
-            torch.set_rng_state(generator)
+            if generator is not None:
+                torch.set_rng_state(generator)
             torch.set_grad_enabled(grad_mode)
 
     @contextlib.contextmanager
@@ -220,6 +224,8 @@ class Trace:
             followed.enter_context(self.deeds.followed())
             followed.enter_context(self.follower.followed())
             results = self.step(self.model, self.optimizer, *batch)
+        if self.follower.refusal is not None:
+            raise self.follower.refusal
         self.recorder.draws.end()
         for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
@@ -355,6 +361,7 @@ class Trace:
             owners=owners,
             constants=tuple(recorder.constants),
             options=self.options,
+            members=tuple(tuple(group["params"]) for one in self.optimizers for group in one.param_groups),
             guards=Guards(),
             gradients={
                 name: name in self.gradients for name in trained if name in read_gradients or name not in self.gradients
@@ -363,6 +370,18 @@ class Trace:
             trains=frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad),
             prepare=(lambda: optimizers.make_state(self.optimizers, needed)) if needed else (lambda: None),
         )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """No garbage is collected inside the block: callbacks of the collector are no code of the step's."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _depends_on_data(error: BaseException, what: str) -> CaptureError:

@@ -251,6 +251,9 @@ class Binding:
         if len(groups) != len(captured.options):
             raise StaleError(f"the optimizer has {len(groups)} parameter groups, at capture {len(captured.options)}.")
         for number, (group, options) in enumerate(zip(groups, captured.options, strict=True)):
+            members, parameters = captured.members[number], group["params"]
+            if len(members) != len(parameters) or not all(map(operator.is_, members, parameters)):
+                raise StaleError(f"parameter group {number} has other parameters than at capture.")
             for key, option in options.items():
                 now = group.get(key, MISSING)
                 if now is not option and (now is MISSING or not same(option, now)):

@@ -86,6 +86,7 @@ class Block:
     nbytes: int
     outside: bool  # of the arena
     offset: int = 0
+    away: bool = False  # a copy of what the caller holds; outside of the arena it would be the caller's own
 
 
 def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], list[tuple[int, ...]]]:
@@ -108,15 +109,17 @@ def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], 
         match instruction:
             case Free(value, "device"):
                 blocks[holding.pop(value)].last = now
-            case Copy(value, "device"):
-                holding[value] = new(now, end, costs.nbytes[value], leaves[value])
+            case Copy(value, "device", at):
+                away = lasting[value] and at >= 0
+                holding[value] = new(now, end, costs.nbytes[value], leaves[value] and not away)
+                blocks[holding[value]].away = away
                 row.append(holding[value])
             case Run(op, _, over, again):
                 onto = dict(over)
                 for value in graph.makes_of(op, again=again):
                     if value in onto:
                         holding[value] = holding.pop(onto[value])
-                        blocks[holding[value]].outside |= leaves[value]
+                        blocks[holding[value]].outside |= leaves[value] and not blocks[holding[value]].away
                         row.append(holding[value])
                     elif value in holding:  # made a second time, and dropped
                         row.append(new(now, now + 1, costs.nbytes[value], leaves[value]))
@@ -171,7 +174,7 @@ def _move_out(blocks: list[Block], start: int, outside: Ints, goal: int) -> int:
         chosen, kept, left = _divide(buffers, level, outside, int(part * max(0, goal - most)))
         if kept + max(start, left) < best:
             best, moved = kept + max(start, left), chosen
-    for k in moved:
+    for k in (k for k in moved if not inside[k].away):
         inside[k].outside = True
         outside[inside[k].first : inside[k].last + 1] += inside[k].nbytes
     return max(start, int(outside.max(initial=0)))

@@ -58,7 +58,7 @@ def fail_each(preload: Path, whose: str, first: int, last: int) -> list[str]:
 def test_the_first_allocations_fail(preload: Path, whose: str) -> None:
     lines = fail_each(preload, whose, 0, FEW)
     assert len(lines) == 5
-    assert all("Error" in line for line in lines)
+    assert all("Error" in line for line in lines), lines
 
 
 @pytest.mark.long

@@ -130,7 +130,7 @@ def test_new_shapes_are_planned_within_the_same_budget() -> None:
         expected = step(model, optimizer, *batch(size, number))
         torch.set_rng_state(state)
         assert same(expected.detach(), train(*batch(size, number)))
-        new = [line for line in told if "planned now, within the same budget" in line]
+        new = [line for line in told if "captured anew, within the same budget" in line]
         assert bool(new) == (number in (1, 3, 5))
         assert train.plan.budget == budget
     assert train.peak is not None

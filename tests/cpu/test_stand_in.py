@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from twins import assert_same, everything
 
 import lowtide
+from lowtide import private
 from lowtide.capture import capture
 from lowtide.capture.stand_in import stand_ins
 
@@ -43,10 +44,15 @@ def test_a_cast_that_autocast_remembers() -> None:
     """Autocast keeps casts until its outermost block ends, by a weak reference to the tensor that was cast."""
     model, optimizer, example = recipe()
     before = copy.deepcopy(everything(model, optimizer))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        capture(classify, model, optimizer, example)
-        no_fakes(model, optimizer)
-        capture(classify, model, optimizer, example)
+
+    def step(*args: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            classify(*args)
+            return classify(*args)
+
+    capture(step, model, optimizer, example)
+    no_fakes(model, optimizer)
+    capture(step, model, optimizer, example)
     no_fakes(model, optimizer)
     assert_same(before, everything(model, optimizer))
 
@@ -97,7 +103,7 @@ def test_a_low_level_reference_that_is_dead_by_then_is_no_hindrance() -> None:
 def test_an_interruption_while_they_are_put_back_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = recipe()
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    swap = torch._C._swap_tensor_impl
+    swap = private.swap_tensor_impl
     fake_mode = FakeTensorMode()
     try:
         with pytest.raises(KeyboardInterrupt), stand_ins(list(model.parameters()), fake_mode):
@@ -106,7 +112,7 @@ def test_an_interruption_while_they_are_put_back_waits(monkeypatch: pytest.Monke
                 signal.raise_signal(signal.SIGINT)
                 swap(one, other)
 
-            monkeypatch.setattr(torch._C, "_swap_tensor_impl", interrupted)
+            monkeypatch.setattr(private, "swap_tensor_impl", interrupted)
     finally:
         signal.signal(signal.SIGINT, usual)
     no_fakes(model)
