@@ -28,7 +28,7 @@ from lowtide.execute.runner import LESSONS
 
 LIBRARIES = {
     "torch": (r"/libc10\.so",),
-    "ours": (r"/(allocator|own|search|layout|exact)-[0-9a-f]+\.so",),
+    "ours": (r"/(allocator|own|search|layout|exact|watch)-[0-9a-f-]+\.so",),
 }
 
 
