@@ -60,6 +60,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench steady
 	$(BIN)/lowtide bench classics
 	$(BIN)/lowtide bench trust
+	$(BIN)/lowtide bench guards
 
 docs: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py

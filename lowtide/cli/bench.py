@@ -16,6 +16,7 @@ import typer
 
 from lowtide.bench import capture as captures
 from lowtide.bench import execute as executions
+from lowtide.bench import guards as guard_costs
 from lowtide.bench import predict as predictions
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting, show, show_json, show_text, working
@@ -101,6 +102,32 @@ def execute(
     ]
     titles = ["target", "eager", "program", "ratio", ""]
     finish([Part("rows", rows, [Table("srrrl", cells, titles, ("bold", "", "", "", ""))])], as_json, markdown)
+
+
+@app.command()
+@answering
+def guards(as_json: Json = False, markdown: Markdown = False) -> None:
+    """Show what it costs to compare the world before each step with what a program assumes."""
+
+    def one(modules: str) -> Row:
+        cost = guard_costs.cost_of_guards(int(modules))
+        return {**asdict(cost), "ok": cost.seconds <= guard_costs.LIMITS[int(modules)]}
+
+    rows = rows_of("guards", [str(modules) for modules in guard_costs.LIMITS], one)
+    cells = [
+        [
+            row["target"],
+            f"{row['tensors']:,}",
+            f"{row['watched']:,}",
+            show_seconds(row["seconds"]),
+            show_seconds(row["step_seconds"]),
+            "yes" if row["ok"] else "no",
+        ]
+        for row in rows
+        if "failure" not in row
+    ]
+    titles = ("modules", "tensors", "watched", "guards", "a step", "within its limit")
+    finish([Part("rows", rows, [Table("srrrrl", cells, titles, ("bold", "", "", "", "", ""))])], as_json, markdown)
 
 
 @app.command()

@@ -28,7 +28,7 @@ def run(*arguments: str) -> str:
     [
         *("", "profile", "plan", "curve", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
-        *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust"),
+        *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
         *("data", "data install"),
     ],
 )
