@@ -202,8 +202,12 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
         reached = frozenset().union(*(ctx.ends.reach[place] for place, one in enumerate(given) if one is not None))
-        outputs = [torch.zeros_like(ctx.half.outputs[place]) if one is None else one for place, one in enumerate(given)]
-        _, _, gradients, _ = ctx.half.finish(outputs)
+        outputs = ctx.half.outputs[: len(given)] or [None] * len(given)  # none after its backward, and it says so then
+        filled = [
+            torch.zeros_like(at) if one is None and at is not None else one
+            for one, at in zip(given, outputs, strict=True)
+        ]
+        _, _, gradients, _ = ctx.half.finish(filled)
         return None, None, *(one if place in reached else None for place, one in enumerate(gradients))
 
 

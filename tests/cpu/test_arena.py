@@ -643,6 +643,9 @@ def interrupted_at(line: int, run: Callable[[], object]) -> bool:
     return lines >= line
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # one in a finalizer is lost, says Python
 @pytest.mark.parametrize("learns", [True, False])
 def test_an_interruption_at_any_line_of_ours_leaves_nothing_behind(learns: bool) -> None:
     step, model, optimizer, example = probed()

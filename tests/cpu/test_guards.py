@@ -557,3 +557,38 @@ def test_the_assumptions_can_be_read() -> None:
     text = Twin().fit().explain_guards()
     for line in ("GAIN (twin.py) is 1.5", "model.blocks.0.gain is 2.0", "model.blocks.0.drop.p is 0.2"):
         assert line in text
+
+
+@pytest.mark.long
+def test_stochastic_depth_by_pythons_dice() -> None:
+    """12 layers, each left out with probability 0.1, over 200 steps: a program for each outcome that comes."""
+    step = """
+class Depth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(12))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() < 0.1:
+                continue
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def build():
+    torch.manual_seed(0)
+    model = Depth()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def step(model, optimizer, x, y):
+    return plain(model, optimizer, x, y)
+"""
+    random.seed(11)
+    one, other = Twin(step), Twin(step)
+    fitted = other.fit(budget="1GiB")
+    for _ in range(200):
+        both(one, other)
+    assert 10 < len(fitted._fits) <= 64

@@ -74,7 +74,7 @@ def test_a_budget_that_nothing_fits_names_the_values() -> None:
         lowtide.BudgetError, match=r"(?s)no plan found within 5,000 bytes.*needs these together"
     ) as caught:
         lowtide.fit(step, model, optimizer, example=example, budget=5000)
-    assert "lowtide/models" in str(caught.value)
+    assert "models/" in str(caught.value)
     assert not optimizer.state
 
 
