@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -118,6 +119,9 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+_gradient_hooks, _accumulation_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
 def gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks of the user see the gradient of a tensor."""
     return bool(tensor._backward_hooks)
@@ -126,6 +130,11 @@ def gradient_hooks(tensor: torch.Tensor) -> bool:
 def accumulation_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks of the user run when a parameter's gradient is complete."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def any_hooks(tensors: list[torch.Tensor]) -> bool:
+    """Whether any of these tensors has a hook of either kind, quickly."""
+    return any(map(_gradient_hooks, tensors)) or any(map(_accumulation_hooks, tensors))
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

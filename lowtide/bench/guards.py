@@ -54,6 +54,11 @@ def cost_of_guards(modules: int) -> GuardCost:
     )
 
 
+def limit(modules: int) -> float:
+    """The seconds that the guards of a model with so many modules may take."""
+    return LIMITS.get(modules, max(50e-6, modules * 1e-6))
+
+
 def _check(binding: Binding, batch: tuple[Any, ...], states: list[Any]) -> None:
     binding.check(batch)
     binding.check_states(states)

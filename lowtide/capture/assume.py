@@ -18,6 +18,11 @@ from lowtide.guards import MISSING, Content, Entry, Guards, Names, Place
 
 READ: frozenset[Use] = frozenset(("read",))
 ADD: frozenset[Use] = frozenset(("add",))
+# What a module keeps beside its hooks, and which buffers it does not save: they change with what is watched, or nothing.
+FOLLOWING = (
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    *("_non_persistent_buffers_set", "_is_full_backward_hook"),
+)
 SCHEDULED = "_wrapped_by_lr_sched"  # schedulers count the optimizer's steps by wrapping it
 
 
@@ -145,7 +150,7 @@ class Assumptions:
             self._entry(mapping, key, item, f"{name}.{key}")
 
     def _module(self, module: torch.nn.Module, name: str) -> None:
-        attributes = self._attributes(module.__dict__, name, without=REGISTRIES)
+        attributes = self._attributes(module.__dict__, name, without=(*REGISTRIES, *FOLLOWING))
         for key in REGISTRIES:
             if key in attributes:
                 shown = name if key in ("_modules", "_parameters", "_buffers") else f"{name}.{key}"

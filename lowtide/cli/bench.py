@@ -21,6 +21,7 @@ from lowtide.bench import predict as predictions
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting, show, show_json, show_text, working
 from lowtide.cli.target import build
+from lowtide.errors import UsageError
 from lowtide.measure import machine
 from lowtide.models import SMALL, catalog
 from lowtide.report import Table, show_bytes, show_seconds
@@ -106,14 +107,22 @@ def execute(
 
 @app.command()
 @answering
-def guards(as_json: Json = False, markdown: Markdown = False) -> None:
+def guards(
+    modules: Annotated[
+        list[str] | None, typer.Argument(help="Numbers of modules instead of 10 and 500.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    markdown: Markdown = False,
+) -> None:
     """Show what it costs to compare the world before each step with what a program assumes."""
 
-    def one(modules: str) -> Row:
-        cost = guard_costs.cost_of_guards(int(modules))
-        return {**asdict(cost), "ok": cost.seconds <= guard_costs.LIMITS[int(modules)]}
+    def one(number: str) -> Row:
+        if not number.isdecimal() or int(number) < 3:
+            raise UsageError(f"{number} is no number of modules.", hint="give 3 or more, such as 10 or 500.")
+        cost = guard_costs.cost_of_guards(int(number))
+        return {**asdict(cost), "ok": cost.seconds <= guard_costs.limit(int(number))}
 
-    rows = rows_of("guards", [str(modules) for modules in guard_costs.LIMITS], one)
+    rows = rows_of("guards", modules or [str(number) for number in guard_costs.LIMITS], one)
     cells = [
         [
             row["target"],

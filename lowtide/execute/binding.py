@@ -213,7 +213,7 @@ class Binding:
         if (different := self.tensor_watch(self.tensors)) is not None:
             name = list(captured.slots)[different]
             raise StaleError(f"{name!r} has other sizes, strides or dtype than at capture, or was frozen or unfrozen.")
-        if any(map(private.gradient_hooks, self.trained)) or any(map(private.accumulation_hooks, self.trained)):
+        if private.any_hooks(self.trained):
             raise StaleError("a parameter has a hook that it did not have at capture.")
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self.addresses:

@@ -254,12 +254,16 @@ def test_a_write_is_counted() -> None:
     assert private.version_of(tensor) == before + 1
 
 
-@canary("gradient_hooks", "accumulation_hooks", does="sees the hooks of parameters, which can't be repeated")
+@canary(
+    "gradient_hooks", "accumulation_hooks", "any_hooks", does="sees the hooks of parameters, which can't be repeated"
+)
 def test_hooks_are_seen() -> None:
     tensor = torch.ones(2, requires_grad=True)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (False, False)
+    assert not private.any_hooks([tensor])
     tensor.register_hook(lambda gradient: None)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (True, False)
+    assert private.any_hooks([tensor])
     tensor = torch.ones(2, requires_grad=True)
     tensor.register_post_accumulate_grad_hook(lambda tensor: None)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (False, True)
