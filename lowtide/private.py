@@ -6,9 +6,9 @@ No other file reaches into torch (tests/pure/test_house.py), and each name has a
 from __future__ import annotations
 
 import logging
+import operator
 import random
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -119,7 +119,8 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-_gradient_hooks, _accumulation_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_gradient_hooks = operator.attrgetter("_backward_hooks")
+_accumulation_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from lowtide.guards import MISSING, Content, Entry, Guards, Names, Place
 
 READ: frozenset[Use] = frozenset(("read",))
 ADD: frozenset[Use] = frozenset(("add",))
-# What a module keeps beside its hooks, and which buffers it does not save: they change with what is watched, or nothing.
+# What a module keeps beside its hooks, and which buffers it does not save: none of it changes a step by itself.
 FOLLOWING = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
     *("_non_persistent_buffers_set", "_is_full_backward_hook"),

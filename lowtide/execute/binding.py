@@ -41,6 +41,8 @@ class Binding:
         self.tensor_watch = private.tensor_watch(self.tensors)
         self.trained = [tensor for tensor in self.tensors if tensor.requires_grad]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        slots = [captured.slots[name] for name in captured.gradients]
+        self.with_gradients, self.gradients = [slot.holder[slot.key] for slot in slots], [*captured.gradients.values()]
         batch_paths = {path: place for place, path in enumerate(captured.batch.paths())}
         self.sources: list[tuple[str, Any, Any]] = []
         for item in graph.inputs:
@@ -118,7 +120,11 @@ class Binding:
                 if not fits or str(tensor.dtype) != f"torch.{value.dtype}" or tuple(tensor.stride()) != value.stride:
                     raise StaleError(f"the optimizer's state {value.name!r} is not there, or not as at capture.")
             self.state_watch = private.tensor_watch(states)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in states) or self.state_watch(states) is not None:
+        try:
+            different = self.state_watch(states)
+        except (TypeError, AttributeError):  # something else than a tensor, or nothing, is there
+            different = 0
+        if different is not None:
             raise StaleError("the optimizer's state is not there, or has other sizes or dtypes than at capture.")
 
     def take_gradients(self) -> None:
@@ -220,6 +226,8 @@ class Binding:
             if len(set(addresses)) < len(set(self.addresses)):
                 raise StaleError("parameters or buffers share memory that they did not share at capture.")
             self.addresses = addresses
+        if [tensor.grad is not None for tensor in self.with_gradients] == self.gradients:
+            return
         for name, present in captured.gradients.items():
             slot = captured.slots[name]
             if (slot.holder[slot.key].grad is not None) != present:
