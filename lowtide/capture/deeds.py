@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +45,16 @@ class Deeds:
         """A context in which what user code prints and logs is written down, and not yet done."""
         printed, logged = builtins.print, private.logged()
 
+        thread = threading.get_ident()  # others go on beside it
+
         def note_print(*args: Any, **kwargs: Any) -> None:
-            if _from_user():
+            if threading.get_ident() == thread and _from_user():
                 self.calls.append((printed, args, kwargs))
             else:
                 printed(*args, **kwargs)
 
         def note_log(logger: logging.Logger, level: int, message: object, args: Any, **kwargs: Any) -> None:
-            if logger.name.partition(".")[0] == "torch":
+            if threading.get_ident() != thread or logger.name.partition(".")[0] == "torch":
                 logged(logger, level, message, args, **kwargs)
             else:
                 self.calls.append((logger.log, (level, message, *args), {}))

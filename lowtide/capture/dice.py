@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ class Dice:
         self.draws: list[Draw] = []
         self.inputs: list[Input] = []
         self.rolling = False
+        self.thread = threading.get_ident()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -71,7 +73,7 @@ class Dice:
     def _rolled(self, generator: str, method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def roll(*args: Any, **kwargs: Any) -> Any:
             source = user_line()
-            if self.rolling:  # a draw that calls others is one draw
+            if self.rolling or threading.get_ident() != self.thread:  # a draw that calls others is one draw
                 return function(*args, **kwargs)
             if method == "shuffle":
                 _refuse(f"{source}: the step shuffles by {generator}.shuffle, which can't be followed.")

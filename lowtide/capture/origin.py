@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from types import FrameType
@@ -71,11 +72,15 @@ class Origins:
     def followed(self) -> Iterator[None]:
         """Hooks on modules and on the optimizer, gone again afterwards."""
 
+        thread = threading.get_ident()  # others go on beside it
+
         def enter(module: torch.nn.Module, _: Any) -> None:
-            self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
+            if threading.get_ident() == thread:
+                self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
 
         def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
-            self.stack.pop()
+            if threading.get_ident() == thread:
+                self.stack.pop()
 
         def start(optimizer: Any, *_: Any) -> None:
             self.updating = any(optimizer is one for one in self.optimizers)
