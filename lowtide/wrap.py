@@ -94,7 +94,7 @@ class Wrapped(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The model's attributes are set in the model."""
-        if "fitted" in self.__dict__:
+        if "fitted" in self.__dict__ and name not in self.__dict__:
             setattr(self.unwrapped, name, value)
         else:
             super().__setattr__(name, value)

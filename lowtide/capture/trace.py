@@ -130,6 +130,7 @@ class Trace:
             gradient = self.tensors[name].grad
             if gradient is not None or name in phantoms:
                 self.gradients[name] = self.tensors[name] if gradient is None else gradient
+        self.given_gradients: dict[str, torch.Tensor] = {}  # their stand-ins
         self.notes = tuple(note for one in self.optimizers for note in optimizers.plain_loop_note(one))
         self.options = tuple(options for one in self.optimizers for options in optimizers.constant_options(one))
         self.around = surroundings()
@@ -197,6 +198,7 @@ class Trace:
         for name, gradient in self.gradients.items():
             fake = fake_like(gradient.detach(), self.fake_mode)
             self.tensors[name].grad = fake
+            self.given_gradients[name] = fake
             inputs.append(Input(self.recorder.add_input(fake, f"{name} gradient", "gradient"), (name, "grad")))
         missing: list[tuple[torch.Tensor, str]] = []
         groups = 0
@@ -331,7 +333,12 @@ class Trace:
         read_gradients = {str(item.path[0]) for item in inputs if values[item.value].kind == "gradient"}
         used_state = {item.path for item in inputs if values[item.value].kind == "state"}
         needed = [(parameter, key) for parameter, key in missing if (self.names[id(parameter)], key) in used_state]
-        trained = [name for name in self.parameters if self.tensors[name].requires_grad]
+        untouched = {name for name, fake in self.given_gradients.items() if left[name] is fake} - read_gradients
+        trained = [
+            name
+            for name in self.parameters
+            if name not in untouched and (self.tensors[name].requires_grad or name in self.gradients)
+        ]
         owners = {
             self.names[id(parameter)]: optimizer
             for optimizer in self.optimizers

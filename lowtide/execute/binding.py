@@ -107,6 +107,10 @@ class Binding:
                 found.append(self.drawn[place])
             else:
                 found.append(self.given((place, *key)))
+                if isinstance(found[-1], bool) or not isinstance(found[-1], (int, float)):
+                    raise StaleError(
+                        f"{key[0]!r} of parameter group {place} is a {type(found[-1]).__name__}, no number."
+                    )
         self.check_states(states)
         return found
 
