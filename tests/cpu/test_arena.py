@@ -46,7 +46,7 @@ def block(nbytes: int) -> Tensor:
 PLENTY = "1MiB"  # where something is to go outside the arena without being too much
 
 
-def fitted(recipe: Callable[[], Any], budget: str = "60%", costs: Any = "roofline") -> tuple[lowtide.Fitted, Any]:
+def fitted(recipe: Callable[[], Any], budget: int | str = "60%", costs: Any = "roofline") -> tuple[lowtide.Fitted, Any]:
     """A fitted step, and what it was made of."""
     step, model, optimizer, example = recipe()
     train = lowtide.fit(step, model, optimizer, example=example, budget=budget, time_limit=0.2, costs=costs)
@@ -56,7 +56,7 @@ def fitted(recipe: Callable[[], Any], budget: str = "60%", costs: Any = "rooflin
 class Twins:
     """A fitted step and the same step in eager PyTorch, which must stay equal."""
 
-    def __init__(self, recipe: Callable[[], Any] = probed, budget: str = "60%", costs: Any = "roofline") -> None:
+    def __init__(self, recipe: Callable[[], Any] = probed, budget: int | str = "60%", costs: Any = "roofline") -> None:
         self.step, self.model, self.optimizer, self.example = recipe()
         self.train, (self.mirror, self.mirrored_optimizer, _) = fitted(recipe, budget, costs)
         self.state = torch.Generator().manual_seed(5).get_state()
