@@ -12,13 +12,13 @@ from rich.text import Text
 
 from lowtide.costs import Costs
 from lowtide.graph import Graph, Phase
+from lowtide.lifetimes import lifetimes
 from lowtide.program import Plan, Program, Run
 from lowtide.report.bytes import bar, show_bytes, show_seconds, show_share
 from lowtide.report.modules import fold_paths, pattern
 from lowtide.report.profile import TOP
 from lowtide.report.show import TIMES, WIDEST, Heading
 from lowtide.report.table import Table
-from lowtide.simulate import moments
 
 Where = tuple[str, str, Phase]  # module, target and phase of ops that are alike
 Layer = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]  # pattern of the path, targets with the shapes made
@@ -192,9 +192,9 @@ def _wide(graph: Graph, value: int) -> int:
 
 def _at_the_turn(graph: Graph, costs: Costs, program: Program) -> list[int]:
     """The values of ops that are on the device when the first op of the backward begins."""
-    for instruction, moment in zip(program.instructions, moments(graph, costs, program), strict=True):
+    for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and graph.ops[instruction.op].phase == "backward":
-            present = {*moment.present, *(read for _, read in instruction.over)} - set(graph.makes[instruction.op])
+            present = lifetimes(graph, program, costs.nbytes, costs.extra).at(number - 1)
             return sorted(value for value in present if graph.maker[value] >= 0)
     return []
 

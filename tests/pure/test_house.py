@@ -19,6 +19,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "
     "captured",
     "guards",
     "changes",
+    "lifetimes",
 }
 INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
