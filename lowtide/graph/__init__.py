@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -198,6 +198,19 @@ class Graph:
         """Whether the step draws from the generator."""
         return any(op.random for op in self.ops)
 
+    @cached_property
+    def waits(self) -> tuple[frozenset[int], ...]:
+        """For each op those that must run before its first run, whatever the order of the others."""
+        return waits(self.ops, self.effects)
+
+    def forward_ends(self, order: Iterable[int]) -> int:
+        """The place of the first op beyond the forward in an order of ops, where the backward begins; else its end."""
+        place = -1
+        for place, op in enumerate(order):
+            if self.ops[op].phase != "forward":
+                return place
+        return place + 1
+
     def repeatable(self, op: int) -> bool:
         """Whether the op may run a second time, given what it reads."""
         return not self.effects[op] or self.ops[op].detachable
@@ -269,6 +282,29 @@ class Graph:
         from lowtide.graph.decode import read_graph  # which makes what is defined here
 
         return read_graph(path, own)
+
+
+def waits(ops: Sequence[Op], over: Sequence[Iterable[tuple[int, int]]]) -> tuple[frozenset[int], ...]:
+    """For each op those that must run before it: makers of what it reads, readers of what it writes over, a draw.
+
+    `over` has for each op the pairs (new, old) that count as written over. Draws keep the order that they have.
+    """
+    maker: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(ops):
+        for value in op.makes:
+            maker.setdefault(value, index)
+        for value in () if op.optional else op.reads:
+            readers.setdefault(value, []).append(index)
+    found, last_draw = [], -1
+    for index, op in enumerate(ops):
+        before = {maker.get(value, -1) for value in op.reads}
+        before.update(*(readers.get(old, ()) for _, old in over[index]))
+        if op.random:
+            before.add(last_draw)
+            last_draw = index
+        found.append(frozenset(before - {-1, index}))
+    return tuple(found)
 
 
 def _reads_in(arg: Arg) -> Iterator[Read]:

@@ -17,6 +17,7 @@ from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.plan import plain
 from lowtide.plan.compiled import REFUSED, answered, compiled
+from lowtide.plan.in_place import Pair, pairs
 from lowtide.plan.narrow import narrow_keeps
 
 Ints = npt.NDArray[np.int64]
@@ -98,6 +99,12 @@ class Problem:
     def make_rows(self) -> list[list[int]]:
         """For each op the values that it makes."""
         return _rows(self.make_start, self.makes)
+
+    @cached_property
+    def over_rows(self) -> list[list[Pair]]:
+        """For each op the pairs (made, read) where it may work in place."""
+        made, read = (_rows(self.over_start, flat) for flat in (self.over_made, self.over_read))
+        return [list(zip(*pair, strict=True)) for pair in zip(made, read, strict=True)]
 
     @cached_property
     def struct(self) -> _Problem:
@@ -186,7 +193,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     """The arrays of a graph with its costs."""
     lasting = graph.lasting_storages
     killer = np.full(len(graph.values), -1, np.int64)
-    pairs: list[list[tuple[int, int]]] = []
+    over = [pairs(graph, costs, op) for op in range(len(graph.ops))]
     reads = []
     once = np.zeros(len(graph.values), np.uint8)
     for index, op in enumerate(graph.ops):
@@ -194,15 +201,6 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         reads.append(graph.reads_of(index, again=op.detachable))
         for new, old in graph.effects[index]:
             killer[old], once[new] = index, 1
-        candidates = dict.fromkeys((*op.updates, *costs.in_place[index]))
-        pairs.append(
-            [
-                (made, read)
-                for made, read in candidates
-                if costs.nbytes[made] == costs.nbytes[read]
-                and not {graph.values[made].storage, graph.values[read].storage} & lasting
-            ]
-        )
     pack, packed, unpack, finish = (np.full(len(graph.values), -1, np.int64) for _ in range(4))
     swap = np.full(len(graph.ops), -1, np.int64)
     for keep in narrow_keeps(graph):
@@ -214,7 +212,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
     read_start, flat_reads = _ragged(reads)
     make_start, flat_makes = _ragged(graph.makes)
-    over_start, _ = _ragged(pairs)
+    over_start, _ = _ragged(over)
     return Problem(
         graph=graph,
         costs=costs,
@@ -224,8 +222,8 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         make_start=make_start,
         makes=flat_makes,
         over_start=over_start,
-        over_made=np.array([made for rows in pairs for made, _ in rows], np.int64),
-        over_read=np.array([read for rows in pairs for _, read in rows], np.int64),
+        over_made=np.array([made for rows in over for made, _ in rows], np.int64),
+        over_read=np.array([read for rows in over for _, read in rows], np.int64),
         nbytes=np.array(nbytes, np.int64),
         maker=np.array(graph.maker, np.int64),
         killer=killer,

@@ -192,11 +192,12 @@ def _wide(graph: Graph, value: int) -> int:
 
 def _at_the_turn(graph: Graph, costs: Costs, program: Program) -> list[int]:
     """The values of ops that are on the device when the first op of the backward begins."""
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run) and graph.ops[instruction.op].phase == "backward":
-            present = lifetimes(graph, program, costs.nbytes, costs.extra).at(number - 1)
-            return sorted(value for value in present if graph.maker[value] >= 0)
-    return []
+    runs = [(number, item.op) for number, item in enumerate(program.instructions) if isinstance(item, Run)]
+    place = graph.forward_ends(op for _, op in runs)
+    if place == len(runs):
+        return []
+    present = lifetimes(graph, program, costs.nbytes, costs.extra).at(runs[place][0] - 1)
+    return sorted(value for value in present if graph.maker[value] >= 0)
 
 
 def _alike(graph: Graph, pairs: Iterable[tuple[int, int]]) -> list[tuple[Where, list[tuple[int, int]]]]:

@@ -78,8 +78,7 @@ class Story:
     @cached_property
     def turn(self) -> int:
         """The first run of the backward; the number of all runs where there is none."""
-        phases = [self.graph.ops[run.op].phase for run in self.runs]
-        return phases.index("backward") if "backward" in phases else len(phases)
+        return self.graph.forward_ends(run.op for run in self.runs)
 
     def stays(self, value: int) -> list[Stay]:
         """When the value is there."""
