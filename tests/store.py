@@ -24,7 +24,7 @@ def store(name: str, target: str) -> None:
     from lowtide import models
     from lowtide.capture import capture
     from lowtide.measure import roofline
-    from lowtide.plan import with_narrow
+    from lowtide.rewrite import with_narrow
 
     graph = capture(*models.build(target)).graph
     costs = roofline(with_narrow(graph))

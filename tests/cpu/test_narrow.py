@@ -20,10 +20,11 @@ from lowtide.graph import Graph
 from lowtide.measure.bench_call import Call
 from lowtide.measure.specimen import specimen
 from lowtide.plan.emit import emit
-from lowtide.plan.narrow import sizes_only, with_narrow
 from lowtide.plan.order import captured_order
 from lowtide.plan.problem import problem
 from lowtide.program import Program
+from lowtide.rewrite import with_narrow
+from lowtide.rewrite.sizes import sizes_only
 
 
 def all_narrow(graph: Graph, costs: Costs) -> Program:

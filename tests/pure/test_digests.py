@@ -20,9 +20,10 @@ import pytest
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
-from lowtide.plan import layout, pebble, planning, recompute, with_narrow
+from lowtide.plan import layout, pebble, planning, recompute
 from lowtide.plan.problem import problem
 from lowtide.program import Program
+from lowtide.rewrite import with_narrow
 
 FOLDER = Path(__file__).parent / "stored"
 TABLE = FOLDER / "digests.json"

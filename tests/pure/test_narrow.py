@@ -16,9 +16,10 @@ from lowtide.costs import declared
 from lowtide.errors import FileError, ProgramError
 from lowtide.graph import Alternative, Arg, Graph, Input, Op, Output, Phase, Read, Value, View
 from lowtide.plan import as_eager, keep_everything, plan
-from lowtide.plan.narrow import sizes_only, with_narrow
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.program import Free, Instruction, Program, Run
+from lowtide.rewrite import with_narrow
+from lowtide.rewrite.sizes import sizes_only
 from lowtide.simulate import simulate
 
 # -------------------------------------------------------------------------------------- a step that a person can read

@@ -1,6 +1,6 @@
 """Narrow keeps: what the backward needs of a value, kept in a narrower dtype, with the same bits in the end.
 
-`with_narrow` adds optional ops to a graph: a *pack* makes a narrow value of a wide one, others make of the narrow value
+`narrow` adds optional ops to a graph: a *pack* makes a narrow value of a wide one, others make of the narrow value
 what the wide one is needed for. A program that runs none of them is the program that it was. A mask takes a byte an
 element, as torch's bool does: eight elements to a byte would take several calls each way.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lowtide.graph import Alternative, Constant, Graph, Op, Phase, Read, Value, View
+from lowtide.graph import Alternative, Constant, Graph, Op, Phase, Read, Value
+from lowtide.rewrite.editor import Editor
 
 WIDE = {"int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 NARROW = {"bool": 1, "uint8": 1, "int16": 2, "int32": 4}
@@ -27,63 +28,31 @@ INDICES = {
     "aten.adaptive_max_pool2d.default": 2,
     "aten.adaptive_max_pool3d.default": 3,
 }
-# Calls whose kernels for the processor read the second argument for its sizes only.
-SIZES_ONLY = frozenset(
-    {
-        "aten.max_pool2d_with_indices_backward.default",
-        "aten.max_pool3d_with_indices_backward.default",
-        "aten.adaptive_max_pool2d_backward.default",
-        "aten.avg_pool2d_backward.default",
-        "aten.avg_pool3d_backward.default",
-        "aten._adaptive_avg_pool2d_backward.default",
-        "aten._adaptive_avg_pool3d_backward.default",
-    }
-)
 
 
-def with_narrow(graph: Graph) -> Graph:
+def narrow(graph: Graph) -> Graph:
     """The graph with a row of alternatives, and its ops, for every value that the backward reads and a rule covers."""
-    graph = sizes_only(graph)
-    longer = _Longer(graph)
-    rows = list(graph.alternatives)
+    editor = Editor(graph)
     for value, item in enumerate(graph.values):
         readers = [op for op in graph.readers[value] if graph.ops[op].phase == "backward"]
         stays = value in graph.required or item.storage in graph.lasting_storages
         if stays or not readers or graph.ops[graph.maker[value]].phase != "forward" or not _dense(item):
             continue
         if dtype := _mask(graph, value) or _index(graph, value):
-            store, packed = longer.pack(value, dtype)
-            row = Alternative(value, packed, store=store, restore=(longer.unpack(packed, value),))
+            store, packed = _pack(editor, value, dtype)
+            row = Alternative(value, packed, store=store, restore=(_unpack(editor, packed, value),))
         elif (drawn := _quotient(graph, value)) is not None:
-            store, packed = longer.pack(value, "bool")
-            restore = (longer.unpack(packed, drawn), graph.maker[value])
+            store, packed = _pack(editor, value, "bool")
+            restore = (_unpack(editor, packed, drawn), graph.maker[value])
             row = Alternative(value, packed, store=store, restore=restore)
         elif all(_only_asks_for_zeros(graph, op, value) for op in readers):
-            store, packed = longer.pack(value, "bool")
-            instead = tuple((op, longer.swap(op, packed)) for op in readers)
+            store, packed = _pack(editor, value, "bool")
+            instead = tuple((op, _swap(editor, op, packed)) for op in readers)
             row = Alternative(value, packed, store=store, instead=instead)
         else:
             continue
-        rows.append(row)
-    return replace(graph, ops=tuple(longer.ops), values=tuple(longer.values), alternatives=tuple(rows))
-
-
-def sizes_only(graph: Graph) -> Graph:
-    """The graph without reads that only ask for sizes: the incoming gradient, seen with these sizes, answers as well.
-
-    The calls make a gradient of the argument's sizes and layout, and add to it where the incoming gradient and the
-    indices say; they read no element of the argument. What they see in its place has the layout of a contiguous one.
-    """
-    if graph.device != "cpu":  # kernels of other devices copy the argument first
-        return graph
-    views, ops = list(graph.views), list(graph.ops)
-    for index, op in enumerate(graph.ops):
-        if op.target in SIZES_ONLY and isinstance(gradient := op.args[0], Read):
-            made = graph.values[graph.makes[index][0]]
-            if made.stride == tuple(math.prod(made.shape[place:]) for place in range(1, 1 + len(made.shape))):
-                views.append(View(gradient.view, "aten.as_strided.default", (made.shape, (0,) * len(made.shape), 0)))
-                ops[index] = replace(op, args=(gradient, Read(gradient.value, len(views) - 1), *op.args[2:]))
-    return replace(graph, ops=tuple(ops), views=tuple(views))
+        editor.row(row)
+    return editor.grown()
 
 
 # The rules: each says when a narrow value has all the bits that matter of a wide one.
@@ -159,52 +128,39 @@ def _dense(value: Value) -> bool:
     return value.nbytes == count * WIDE.get(value.dtype, 0) > 0
 
 
-class _Longer:
-    """A graph that grows by optional ops."""
+def _pack(editor: Editor, value: int, dtype: str) -> tuple[int, int]:
+    """Let a value be cast to a narrow dtype: the op, and the narrow value."""
+    wide, maker = editor.values[value], editor.graph.ops[editor.graph.maker[value]]
+    nbytes = wide.nbytes // WIDE[wide.dtype] * NARROW[dtype]
+    packed = editor.value(replace(wide, name=f"{dtype} {wide.name}", nbytes=nbytes, dtype=dtype, eager_end=-1))
+    return _cast(editor, f"pack_{maker.name}", value, packed, maker, "forward"), packed
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.ops, self.values = list(graph.ops), list(graph.values)
-        self.storage = max((value.storage for value in graph.values), default=0)  # the last one that is taken
 
-    def pack(self, value: int, dtype: str) -> tuple[int, int]:
-        """Let a value be cast to a narrow dtype: the op, and the narrow value."""
-        wide, maker = self.values[value], self.graph.ops[self.graph.maker[value]]
-        nbytes = wide.nbytes // WIDE[wide.dtype] * NARROW[dtype]
-        self.storage += 1
-        self.values.append(
-            replace(wide, name=f"{dtype} {wide.name}", nbytes=nbytes, storage=self.storage, dtype=dtype, eager_end=-1)
+def _unpack(editor: Editor, packed: int, value: int) -> int:
+    """Let the narrow value be cast to a wide one: the op."""
+    maker = editor.graph.ops[editor.graph.maker[value]]
+    return _cast(editor, f"unpack_{maker.name}", packed, value, maker, "backward")
+
+
+def _swap(editor: Editor, op: int, packed: int) -> int:
+    """Let the same call read the narrow value as its second argument: the op."""
+    item = editor.graph.ops[op]
+    seen = item.args[1]
+    assert isinstance(seen, Read)
+    args = (item.args[0], Read(packed, seen.view), *item.args[2:])
+    return editor.offer(replace(item, name=f"{item.name}_of_mask", args=args))
+
+
+def _cast(editor: Editor, name: str, read: int, made: int, beside: Op, phase: Phase) -> int:
+    return editor.offer(
+        Op(
+            name=name,
+            target=CAST,
+            args=(Read(read),),
+            kwargs=(("dtype", Constant("dtype", editor.values[made].dtype)),),
+            outputs=(made,),
+            phase=phase,
+            module=beside.module,
+            source=beside.source,
         )
-        packed = len(self.values) - 1
-        return self._cast(f"pack_{maker.name}", value, packed, maker, "forward"), packed
-
-    def unpack(self, packed: int, value: int) -> int:
-        """Let the narrow value be cast to a wide one: the op."""
-        maker = self.graph.ops[self.graph.maker[value]]
-        return self._cast(f"unpack_{maker.name}", packed, value, maker, "backward")
-
-    def swap(self, op: int, packed: int) -> int:
-        """Let the same call read the narrow value as its second argument: the op."""
-        item = self.graph.ops[op]
-        seen = item.args[1]
-        assert isinstance(seen, Read)
-        args = (item.args[0], Read(packed, seen.view), *item.args[2:])
-        self.ops.append(replace(item, name=f"{item.name}_of_mask", args=args, optional=True))
-        return len(self.ops) - 1
-
-    def _cast(self, name: str, read: int, made: int, beside: Op, phase: Phase) -> int:
-        dtype = Constant("dtype", self.values[made].dtype)
-        self.ops.append(
-            Op(
-                name=name,
-                target=CAST,
-                args=(Read(read),),
-                kwargs=(("dtype", dtype),),
-                outputs=(made,),
-                optional=True,
-                phase=phase,
-                module=beside.module,
-                source=beside.source,
-            )
-        )
-        return len(self.ops) - 1
+    )
