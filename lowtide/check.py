@@ -13,8 +13,8 @@ from typing import NoReturn, get_args
 
 from lowtide.costs import Costs
 from lowtide.errors import ProgramError
-from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Graph, Place
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 ALIGNMENT = 64  # bytes: every offset in the arena is a multiple of it
 

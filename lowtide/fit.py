@@ -24,8 +24,9 @@ from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
-from lowtide.plan import TIME_LIMIT, as_eager, carry, plan, with_narrow
+from lowtide.plan import TIME_LIMIT, as_eager, carry, plan
 from lowtide.program import Plan, Program
+from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate
 from lowtide.verify import Verifier, announce, refuse_call
 
@@ -209,11 +210,11 @@ class Fitted:
         costs = self._price(candidate)
         before = known.runner.captured.graph
         if before.fingerprint == candidate.fingerprint:
-            return Choice(candidate, costs, known.plan, 1, known.eager_peak)
+            return Choice(candidate, costs, known.plan, known.eager_peak)
         found = carry(known.plan, before, candidate, costs, self._bytes)
         if found is None:
             return None
-        return Choice(candidate, costs, found, 1, simulate(candidate, costs, as_eager(candidate)).peak)
+        return Choice(candidate, costs, found, simulate(candidate, costs, as_eager(candidate)).peak)
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
         return self._trace(self._step, self._optimizer, batch)

@@ -10,12 +10,11 @@ make bit for bit what an ordinary op makes, from other arguments.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from lowtide import files
 
@@ -32,6 +31,7 @@ Kind = Literal[
 ]
 Phase = Literal["forward", "backward", "update"]
 Role = Literal["result", "gradient", "buffer", "input"]
+Place = Literal["device", "host", "disk"]  # where bytes are; a budget is of the device's
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,21 @@ class Output:
     view: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """While `value` is away, `keeper` is kept instead, and the same bits come back.
+
+    They come back as the value itself, made again by `restore`, or as what its readers make, run `instead` of them.
+    """
+
+    value: int
+    keeper: int  # a value: another one, or the value itself in another place
+    place: Place = "device"  # where the keeper is
+    store: int = -1  # the optional op that makes the keeper; -1: a copy does, or the step makes it anyway
+    restore: tuple[int, ...] = ()  # ops that make the value again, in order; (): a copy does, or nobody has to
+    instead: tuple[tuple[int, int], ...] = ()  # (reader, the optional op that reads the keeper in its place)
+
+
 @dataclass(frozen=True)
 class Graph:
     """One training step; the order of `ops` is the order in which eager ran them."""
@@ -140,6 +155,7 @@ class Graph:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     views: tuple[View, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()  # ways to be without a value for a while, bit for bit
     device: str = "cpu"
     generator_bytes: int = 0  # of one saved state of the random generator
     notes: tuple[str, ...] = field(default=(), compare=False)  # what capture wants the user to know
@@ -198,6 +214,19 @@ class Graph:
         """Whether the step draws from the generator."""
         return any(op.random for op in self.ops)
 
+    @cached_property
+    def waits(self) -> tuple[frozenset[int], ...]:
+        """For each op those that must run before its first run, whatever the order of the others."""
+        return waits(self.ops, self.effects)
+
+    def forward_ends(self, order: Iterable[int]) -> int:
+        """The place of the first op beyond the forward in an order of ops, where the backward begins; else its end."""
+        place = -1
+        for place, op in enumerate(order):
+            if self.ops[op].phase != "forward":
+                return place
+        return place + 1
+
     def repeatable(self, op: int) -> bool:
         """Whether the op may run a second time, given what it reads."""
         return not self.effects[op] or self.ops[op].detachable
@@ -226,10 +255,13 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the arithmetic: equal for equal steps, whatever file and line they come from."""
-        payload = _encode_graph(self)
+        from lowtide.graph.encode import encode_graph  # which reads what is defined here
+
+        payload = encode_graph(self)
         for op in payload["ops"]:
             op.pop("source", None)
         payload.pop("notes", None)
+        payload.pop("alternatives", None)
         return files.digest(payload)
 
     def __str__(self) -> str:
@@ -261,7 +293,9 @@ class Graph:
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
-        files.save(path, "graph", _encode_graph(self), force=force)
+        from lowtide.graph.encode import encode_graph
+
+        files.save(path, "graph", encode_graph(self), force=force)
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, own: Collection[str] = ()) -> Graph:
@@ -269,6 +303,29 @@ class Graph:
         from lowtide.graph.decode import read_graph  # which makes what is defined here
 
         return read_graph(path, own)
+
+
+def waits(ops: Sequence[Op], over: Sequence[Iterable[tuple[int, int]]]) -> tuple[frozenset[int], ...]:
+    """For each op those that must run before it: makers of what it reads, readers of what it writes over, a draw.
+
+    `over` has for each op the pairs (new, old) that count as written over. Draws keep the order that they have.
+    """
+    maker: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(ops):
+        for value in op.makes:
+            maker.setdefault(value, index)
+        for value in () if op.optional else op.reads:
+            readers.setdefault(value, []).append(index)
+    found, last_draw = [], -1
+    for index, op in enumerate(ops):
+        before = {maker.get(value, -1) for value in op.reads}
+        before.update(*(readers.get(old, ()) for _, old in over[index]))
+        if op.random:
+            before.add(last_draw)
+            last_draw = index
+        found.append(frozenset(before - {-1, index}))
+    return tuple(found)
 
 
 def _reads_in(arg: Arg) -> Iterator[Read]:
@@ -295,48 +352,3 @@ def _show_arg(arg: Arg) -> str:
             return "[" + ", ".join(map(_show_arg, arg)) + "]"
         case _:
             return repr(arg)
-
-
-def encode_arg(arg: Arg) -> Any:
-    """An argument as JSON."""
-    match arg:
-        case Read(value, view):
-            return {"read": [value, view]}
-        case Constant(family, name):
-            return {"constant": [family, name]}
-        case complex():
-            return {"complex": repr(arg)}
-        case float() if not math.isfinite(arg):
-            return {"float": str(arg)}
-        case tuple():
-            return [encode_arg(item) for item in arg]
-        case _:
-            return arg
-
-
-def _encode_graph(graph: Graph) -> dict[str, Any]:
-    return {
-        "device": graph.device,
-        "generator_bytes": graph.generator_bytes,
-        "notes": list(graph.notes),
-        "views": [[v.parent, v.target, encode_arg(v.args), v.item] for v in graph.views],
-        "values": [
-            [v.name, v.nbytes, v.kind, v.storage, v.dtype, list(v.shape), list(v.stride), v.eager_end]
-            for v in graph.values
-        ],
-        "inputs": [[i.value, list(i.path), i.stays] for i in graph.inputs],
-        "outputs": [[o.value, o.role, list(o.path), o.view] for o in graph.outputs],
-        "ops": [_encode_op(op) for op in graph.ops],
-    }
-
-
-def _encode_op(op: Op) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": op.name, "target": op.target, "args": encode_arg(op.args)}
-    data["kwargs"] = {key: encode_arg(arg) for key, arg in op.kwargs}
-    data["outputs"] = list(op.outputs)
-    data["updates"] = [list(pair) for pair in op.updates]
-    data["detachable"], data["random"] = op.detachable, op.random
-    data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
-    if op.optional:  # absent otherwise, as in files from before there were optional ops
-        data["optional"] = True
-    return data

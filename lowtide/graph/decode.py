@@ -9,7 +9,22 @@ from typing import Any, get_args
 from lowtide import files
 from lowtide.errors import FileError
 from lowtide.files.shapes import Absent, Misshapen, either, flag, many, mapping, maybe, record, row, text, whole, word
-from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Read, Role, Value, View
+from lowtide.graph import (
+    Alternative,
+    Arg,
+    Constant,
+    Graph,
+    Input,
+    Kind,
+    Op,
+    Output,
+    Phase,
+    Place,
+    Read,
+    Role,
+    Value,
+    View,
+)
 from lowtide.graph.sound import DEPTH, LEAST, MOST, foreign
 from lowtide.graph.targets import NAMESPACES
 
@@ -96,6 +111,10 @@ OP = record(
     },
     into=Op,
 )
+ALTERNATIVE = row(
+    *(number, number, word(get_args(Place)), whole(-1), many(number), many(row(number, number))),
+    into=Alternative,
+)
 GRAPH = record(
     {
         "device": text,
@@ -106,6 +125,7 @@ GRAPH = record(
         "inputs": many(INPUT),
         "outputs": many(OUTPUT),
         "ops": many(OP),
+        "alternatives": Absent(many(ALTERNATIVE), ()),
     },
     into=Graph,
 )

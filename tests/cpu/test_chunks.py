@@ -22,11 +22,11 @@ from lowtide.choice import choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
-from lowtide.lossy import RECURRENT, cut, longest
 from lowtide.models.recurrent import gru, lstm
-from lowtide.plan import as_eager, keep_everything, with_narrow
+from lowtide.plan import as_eager, keep_everything
 from lowtide.plan import least as least_plan
 from lowtide.program import Plan, Program, Run
+from lowtide.rewrite import RECURRENT, cut, longest, with_narrow
 
 CLOSE = 5e-6  # of the largest entry: how far a gradient of weights may be from eager's
 LENGTH = 11  # moments: not a multiple of the chunks

@@ -14,8 +14,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lowtide.costs import Costs
-from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Read, Value, View
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Alternative, Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Place, Read, Value, View
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 SIZES = (0, 1, 60, 64, 64, 64, 100, 128, 128, 256)  # bytes; several values must have equal sizes
 AWAY: tuple[Place, ...] = ("host", "disk")
@@ -171,7 +171,9 @@ def with_optional(random: Random, graph: Graph) -> Graph:
     pack = Op("pack", "made.up", (Read(wide),), outputs=(narrow,), optional=True)
     unpack = Op("unpack", "made.up", (Read(narrow),), outputs=(wide,), optional=True)
     values = (*graph.values, Value("narrow", 16, "activation", narrow))
-    return dataclasses.replace(graph, ops=(*graph.ops, pack, unpack), values=values)
+    row = Alternative(wide, narrow, store=len(graph.ops), restore=(len(graph.ops) + 1,))
+    ops = (*graph.ops, pack, unpack)
+    return dataclasses.replace(graph, ops=ops, values=values, alternatives=(*graph.alternatives, row))
 
 
 def make_tree(random: Random, size: int) -> Graph:
