@@ -108,7 +108,7 @@ def lifetimes(graph: Graph, program: Program, nbytes: Sequence[int], extra: Sequ
         blocks.append(_Open([] if value is None else [Held(value, first, -1)], first, size, offset))
         return len(blocks) - 1
 
-    for item in graph.inputs:
+    for item in (item for item in graph.inputs if item.home == "device"):
         holding[item.value] = new(item.value, BEFORE, nbytes[item.value], OUTSIDE)
     for now, instruction in enumerate(program.instructions):
         row: list[int] = []

@@ -32,6 +32,8 @@ Kind = Literal[
 Phase = Literal["forward", "backward", "update"]
 Role = Literal["result", "gradient", "buffer", "input"]
 Place = Literal["device", "host", "disk"]  # where bytes are; a budget is of the device's
+Form = Literal["plain", "blocked", "packed", "sparse", "sharded"]  # how bytes stand for elements
+OPAQUE: frozenset[Form] = frozenset({"blocked", "packed", "sparse"})  # forms that no view can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Value:
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     eager_end: int = -1  # the op after which eager lets go of it; -1: never, within the step
+    form: Form = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class Input:
     value: int
     path: tuple[str | int, ...]  # ("layer1.weight",), ("layer1.weight", "exp_avg"), (0, "input_ids"), ...
     stays: bool = True  # the caller still holds it after the step; False: the step uses it up
+    home: Place = "device"  # where it is before the step, and the last content of its storage after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class Output:
     role: Role
     path: tuple[str | int, ...]
     view: int | None = None
+    home: Place = "device"  # where it must be after the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +205,20 @@ class Graph:
 
     @cached_property
     def required(self) -> frozenset[int]:
-        """The values that must be on the device when the step ends."""
+        """The values that must be there when the step ends, each at its home."""
         return frozenset(output.value for output in self.outputs)
+
+    @property
+    def ends(self) -> tuple[Input | Output, ...]:
+        """What the caller holds: the inputs, and the outputs."""
+        return (*self.inputs, *self.outputs)
+
+    @cached_property
+    def home(self) -> tuple[Place, ...]:
+        """For each value where the caller has it before or after the step; the device for all that never leave it."""
+        found: dict[int, Place] = {output.value: output.home for output in self.outputs}
+        storages = {self.values[item.value].storage: item.home for item in self.inputs}
+        return tuple(storages.get(item.storage, found.get(value, "device")) for value, item in enumerate(self.values))
 
     @cached_property
     def effects(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -265,11 +282,12 @@ class Graph:
         return files.digest(payload)
 
     def __str__(self) -> str:
-        from_inputs = [f"  {self.show(item.value)} <- {_path(item.path)}" for item in self.inputs]
+        from_inputs = [f"  {self.show(item.value)} <- {_path(item.path)}{_at(item.home)}" for item in self.inputs]
         lines = [f"graph of {len(self.ops)} ops and {len(self.values)} values", "inputs:", *from_inputs, "ops:"]
         lines += [f"  {self.show_op(index)}" for index in range(len(self.ops))]
         lines += ["outputs:"]
-        lines += [f"  {self.show(output.value)} -> {output.role} {_path(output.path)}" for output in self.outputs]
+        for output in self.outputs:
+            lines.append(f"  {self.show(output.value)} -> {output.role} {_path(output.path)}{_at(output.home)}")
         return "\n".join(lines)
 
     def show(self, value: int) -> str:
@@ -278,7 +296,8 @@ class Graph:
         if item.kind == "scalar":
             return f"%{value} {item.name}: scalar"
         shape = "x".join(map(str, item.shape))
-        return f"%{value} {item.name}: {item.kind} {item.dtype}[{shape}] {item.nbytes} B"
+        form = "" if item.form == "plain" else f" {item.form}"
+        return f"%{value} {item.name}: {item.kind} {item.dtype}[{shape}]{form} {item.nbytes} B"
 
     def show_op(self, index: int) -> str:
         """One op as a line of a program."""
@@ -338,6 +357,10 @@ def _reads_in(arg: Arg) -> Iterator[Read]:
 
 def _path(path: tuple[str | int, ...]) -> str:
     return " ".join(map(str, path))
+
+
+def _at(home: Place) -> str:
+    return "" if home == "device" else f" on {home}"
 
 
 def _show_arg(arg: Arg) -> str:

@@ -13,6 +13,7 @@ from lowtide.graph import (
     Alternative,
     Arg,
     Constant,
+    Form,
     Graph,
     Input,
     Kind,
@@ -90,10 +91,12 @@ CONSTANT = row(text, text, into=Constant)
 VIEW = row(maybe(number), text, _arguments, maybe(number), into=View)
 VALUE = row(
     *(text, number, word(get_args(Kind)), number, text, many(number), many(number), whole(-1)),
+    more=(word(get_args(Form)),),
     into=Value,
 )
-INPUT = row(number, path_of, flag, into=Input)
-OUTPUT = row(number, word(get_args(Role)), path_of, maybe(number), into=Output)
+_place = word(get_args(Place))
+INPUT = row(number, path_of, flag, more=(_place,), into=Input)
+OUTPUT = row(number, word(get_args(Role)), path_of, maybe(number), more=(_place,), into=Output)
 OP = record(
     {
         "name": text,
@@ -112,7 +115,7 @@ OP = record(
     into=Op,
 )
 ALTERNATIVE = row(
-    *(number, number, word(get_args(Place)), whole(-1), many(number), many(row(number, number))),
+    *(number, number, _place, whole(-1), many(number), many(row(number, number))),
     into=Alternative,
 )
 GRAPH = record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lowtide.graph import Alternative, Arg, Constant, Graph, Op, Read
+from lowtide.graph import Alternative, Arg, Constant, Graph, Op, Place, Read
 
 
 def encode_arg(arg: Arg) -> Any:
@@ -34,15 +34,20 @@ def encode_graph(graph: Graph) -> dict[str, Any]:
         "views": [[v.parent, v.target, encode_arg(v.args), v.item] for v in graph.views],
         "values": [
             [v.name, v.nbytes, v.kind, v.storage, v.dtype, list(v.shape), list(v.stride), v.eager_end]
+            + ([] if v.form == "plain" else [v.form])
             for v in graph.values
         ],
-        "inputs": [[i.value, list(i.path), i.stays] for i in graph.inputs],
-        "outputs": [[o.value, o.role, list(o.path), o.view] for o in graph.outputs],
+        "inputs": [[i.value, list(i.path), i.stays, *_elsewhere(i.home)] for i in graph.inputs],
+        "outputs": [[o.value, o.role, list(o.path), o.view, *_elsewhere(o.home)] for o in graph.outputs],
         "ops": [_encode_op(op) for op in graph.ops],
     }
     if graph.alternatives:
         data["alternatives"] = [_encode_alternative(row) for row in graph.alternatives]
     return data
+
+
+def _elsewhere(home: Place) -> list[Place]:
+    return [] if home == "device" else [home]
 
 
 def _encode_alternative(row: Alternative) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from keyword import iskeyword
 from typing import Any, get_args
 
-from lowtide.graph import Alternative, Arg, Constant, Graph, Op, Place, Read, View
+from lowtide.graph import OPAQUE, Alternative, Arg, Constant, Form, Graph, Op, Place, Read, View
 from lowtide.graph.targets import DEVICE, DTYPES, refusal, unknown_constant
 
 DEPTH = 8  # of lists in an argument
@@ -62,9 +62,12 @@ class _Inspector:
                 raise Unsound(f"%{number} has sizes that no tensor has")
             if value.dtype not in DTYPES:
                 raise Unsound(f"%{number} has no dtype: {ascii(value.dtype)[:60]}")
+            if value.form not in get_args(Form):
+                raise Unsound(f"%{number} has no form: {_briefly(value.form)}")
         for number, view in enumerate(graph.views):
             self.inspect_view(number, view)
         self.inspect_order()
+        self.inspect_homes()
         for number, value in enumerate(graph.values):
             if type(value.eager_end) is not int or not -1 <= value.eager_end < len(graph.ops):
                 raise Unsound(f"%{number} ends after op {ascii(value.eager_end)[:60]}, of {len(graph.ops)}")
@@ -111,6 +114,18 @@ class _Inspector:
             if output.value not in made:
                 raise Unsound(f"output %{output.value} is never made")
             self.inspect_seen(Read(output.value, output.view), f"output %{output.value}")
+
+    def inspect_homes(self) -> None:
+        """What the caller holds is in one place that there is; a number is in none but the program."""
+        graph, homes = self.graph, dict[int, str]()
+        storages = {graph.values[item.value].storage: item.home for item in graph.inputs}
+        for item in graph.ends:
+            value = graph.values[item.value]
+            if item.home not in get_args(Place) or (value.kind == "scalar" and item.home != "device"):
+                raise Unsound(f"%{item.value} has no home: {_briefly(item.home)}")
+            known = storages.get(value.storage, homes.setdefault(item.value, item.home))
+            if known != item.home:
+                raise Unsound(f"%{item.value} has two homes: {known} and {item.home}")
 
     def inspect_alternative(self, row: Alternative, where: str) -> None:
         """A row names what exists, and its ops lead from the value to the keeper and back, or to what readers make."""
@@ -168,6 +183,8 @@ class _Inspector:
         view, value = read.view, self.graph.values[read.value]
         if view is None:
             return
+        if value.form in OPAQUE:
+            raise Unsound(f"{where} sees %{read.value} through a view, but it is {value.form}")
         if type(view) is not int or not 0 <= view < len(self.graph.views):
             raise Unsound(f"{where} reads through view {ascii(view)[:60]}, of {len(self.graph.views)}")
         needed = max(self.elements[view] * DTYPES[value.dtype], self.nbytes[view])

@@ -94,12 +94,15 @@ def _leaves(graph: Graph, block: Block) -> bool:
 
 
 def _away(graph: Graph, block: Block) -> bool:
-    lasting = graph.lasting_storages
-    return block.copied and block.offset >= 0 and graph.values[block.holds[0].value].storage in lasting
+    return block.copied and block.offset >= 0 and _lasting(graph, block.holds[0].value)
+
+
+def _lasting(graph: Graph, value: int) -> bool:
+    return graph.home[value] == "device" and graph.values[value].storage in graph.lasting_storages
 
 
 def _outlives(graph: Graph, value: int) -> bool:
-    return value in graph.required or graph.values[value].storage in graph.lasting_storages
+    return _lasting(graph, value) or (graph.home[value] == "device" and value in graph.required)
 
 
 def _inside(found: Lifetimes, at: list[int]) -> Inside:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lowtide import native
 from lowtide.costs import Costs
+from lowtide.errors import UsageError
 from lowtide.graph import Alternative, Graph
 from lowtide.plan import plain
 from lowtide.plan.compiled import REFUSED, answered, compiled
@@ -200,6 +201,12 @@ def _kinds(problem: Problem) -> tuple[tuple[Bytes, int], ...]:
 
 def problem(graph: Graph, costs: Costs) -> Problem:
     """The arrays of a graph with its costs."""
+    for item in graph.ends:
+        if item.home != "device":
+            raise UsageError(
+                f"no plan for %{item.value} {graph.values[item.value].name}, which lives on the {item.home}.",
+                hint="plan the step with all inputs and outputs on the device.",
+            )
     lasting = graph.lasting_storages
     killer = np.full(len(graph.values), -1, np.int64)
     over = [pairs(graph, costs, op) for op in range(len(graph.ops))]
