@@ -46,6 +46,7 @@ class _Fit:
     """The step for batches of one shape."""
 
     runner: Runner
+    call: Callable[..., Any]  # the runner, or what calls it otherwise
     plan: Plan
     costs: Costs
     eager_peak: int  # bytes, predicted
@@ -199,7 +200,7 @@ class Fitted:
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._tell(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         runner = self._execute(replace(captured, graph=chosen.graph), found.program, costs.nbytes)
-        return _Fit(runner, found, costs, chosen.eager_peak, chosen.chunks)
+        return _Fit(runner, self._caller(runner), found, costs, chosen.eager_peak, chosen.chunks)
 
     def _carried(self, graph: Graph) -> Choice | None:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
@@ -231,6 +232,9 @@ class Fitted:
     def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Runner:
         return execute(captured, program, nbytes)
 
+    def _caller(self, runner: Runner) -> Callable[..., Any]:
+        return runner
+
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
         budget = self._budget(graph.device, costs.stays(graph), eager_peak)
         self._tell(f"planning within {report.show_bytes(budget)}")
@@ -255,16 +259,16 @@ class Fitted:
     def _take(self, fit: _Fit, batch: tuple[Any, ...]) -> Any:
         """One step; where the system has no memory for its arena, it is planned anew with less, a few times."""
         while fit.cramped < TIGHTER:
-            fit.runner.insists, fit.runner.beside = True, 0 if fit.began else BESIDE + fit.costs.code
+            fit.runner.arrangement.beside = 0 if fit.began else BESIDE + fit.costs.code
             try:
-                result = fit.runner(*batch)
+                result = fit.call(*batch)
             except ArenaError as error:  # before anything ran
                 self._shrink(fit, error)
                 continue
             fit.began = True
             return result
-        fit.runner.insists = False
-        return fit.runner(*batch)
+        fit.runner.arrangement.beside = None
+        return fit.call(*batch)
 
     def _shrink(self, fit: _Fit, error: ArenaError) -> None:
         """Plan a step anew with as much less as is missing, if that can be."""
@@ -286,8 +290,9 @@ class Fitted:
         except BudgetError as error:
             return error.message.splitlines()[0]
         runner = self._execute(captured, found.program, costs.nbytes)
-        runner.mismatches = fit.runner.mismatches
-        fit.runner, fit.costs, fit.plan = runner, costs, replace(found, budget=self._bytes)
+        runner.lessons.mismatches = fit.runner.mismatches
+        fit.runner, fit.call = runner, self._caller(runner)
+        fit.costs, fit.plan = costs, replace(found, budget=self._bytes)
         return None
 
     def _hold(self, fit: _Fit) -> None:
@@ -295,7 +300,7 @@ class Fitted:
 
         Where ops have larger temporaries than was known, that is what the new plan counts with; else it aims lower.
         """
-        budget, most = self._bytes, fit.runner.most
+        budget, most = self._bytes, fit.runner.lessons.most
         if budget is None or most is None or most <= budget or fit.settled:
             return
         what = f"the step needs {most:,} bytes as measured, {most - budget:,} more than its budget"
@@ -305,7 +310,7 @@ class Fitted:
                 f"{what}; {TIGHTER} tighter plans did not help, and it stays so.", LowtideWarning, stacklevel=3
             )
             return
-        costs = _corrected(fit.costs, fit.runner.temporaries)
+        costs = _corrected(fit.costs, fit.runner.lessons.temporaries)
         aim = budget if costs != fit.costs else fit.plan.peak - (most - budget)
         if (why := self._plan_anew(fit, aim, costs)) is not None:
             fit.settled = True

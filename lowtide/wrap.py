@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from lowtide import tree
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
-from lowtide.execute import Half, Halves
+from lowtide.execute import Half, Halves, Runner
 from lowtide.fit import CostsFrom, Fitted, Tell
 from lowtide.plan import TIME_LIMIT
-from lowtide.program import Plan, Program
+from lowtide.program import Plan
 
 PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # of a Module
 
@@ -135,8 +135,8 @@ class _Halved(Fitted):
             )
         return replace(captured, gradients={}, trained=())  # gradients are autograd's business
 
-    def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:
-        return Halves(captured, program, nbytes)
+    def _caller(self, runner: Runner) -> Halves:
+        return Halves(runner)
 
     def verify(self, steps: int, *, tell: Tell | None = None) -> None:
         raise UsageError(

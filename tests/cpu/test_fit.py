@@ -27,7 +27,7 @@ from lowtide.bench import limited, resident
 from lowtide.capture import optimizer as optimizers
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, LowtideError, LowtideWarning, UsageError
-from lowtide.execute import runner
+from lowtide.execute import arrangement
 
 budgets = importlib.import_module("lowtide.budget")
 fitting = importlib.import_module("lowtide.fit")  # the room; lowtide.fit is its function
@@ -356,8 +356,8 @@ def test_without_a_compiler(how: str, tmp_path: Path) -> None:
 def test_without_an_arena_no_more_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Twins(budget="70%").train.plan
     error = allocator.AllocatorUnavailable("there is no compiler.", hint="install one.")
-    monkeypatch.setattr(runner, "_missing", lambda: error)
-    runner._without_arena.cache_clear()
+    monkeypatch.setattr(arrangement, "_missing", lambda: error)
+    arrangement._without_arena.cache_clear()
     step, model, optimizer, example = probed()
     with pytest.warns(LowtideWarning, match="without an arena, and unmetered: there is no compiler"):
         train = lowtide.fit(step, model, optimizer, example=example, plan=planned, costs="roofline")
@@ -397,7 +397,7 @@ def test_where_limits_leave_too_little_beside_it_it_is_planned_with_less(
     twins = Twins(budget="90%")
     arena, code = twins.train.arena_bytes, twins.train.costs.code
     left = arena + fitting.BESIDE + code - missing
-    monkeypatch.setattr(runner, "allowance", lambda: left)
+    monkeypatch.setattr(arrangement, "allowance", lambda: left)
     monkeypatch.setattr(fitting, "PLANNING", 500)
     monkeypatch.setattr(fitting, "CRAMPED", 64)
     known = missing == 1000
