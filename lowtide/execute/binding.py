@@ -83,6 +83,12 @@ class Binding:
         self.drawn = self.draw()
         return leaves
 
+    def take(self, batch: tuple[Any, ...]) -> list[Any]:
+        """What the program is given, if it fits this batch and the model; the optimizer's state is made if missing."""
+        leaves = self.check(batch)
+        self.captured.prepare()
+        return self.inputs(leaves)
+
     def inputs(self, leaves: list[Any]) -> list[Any]:
         """The tensors and numbers of this call."""
         captured = self.captured
