@@ -110,7 +110,9 @@ def given(
         costs = price(candidate)
         whole = candidate if exact else with_narrow(graph)
         eager_peak = simulate(whole, costs if exact else price(whole), as_eager(whole)).peak
-        return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), eager_peak)
+        if found.rewrites != rewritten.rewrites:  # a file from before plans said which
+            found = replace(found, rewrites=rewritten.rewrites)
+        return Choice(candidate, costs, found, eager_peak)
     if failure is None:
         raise UsageError("the plan is one of another step.", hint="plan this step.")
     if rounding or not longest(graph):
