@@ -89,9 +89,7 @@ class Runner:
 
     def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
         """What the program is given, if it fits this batch and the model."""
-        leaves = self._binding.check(batch)
-        self.captured.prepare()
-        return self._binding.inputs(leaves)
+        return self._binding.inputs(self._binding.check(batch))
 
     def _arrange(self, stack: ExitStack, cursor: array[int]) -> Stepping | None:
         """Let what this thread allocates go where it is planned, until the stack ends; None where that can't be."""
