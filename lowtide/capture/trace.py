@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,7 +340,7 @@ class Trace:
             },
             trained=tuple(trained),
             trains=frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad),
-            prepare=(lambda: optimizers.make_state(self.optimizers, needed)) if needed else (lambda: None),
+            prepare=functools.partial(optimizers.make_state, self.optimizers, needed),  # a lambda would keep the trace
         )
 
 
