@@ -5,8 +5,8 @@ No other file reaches into torch (tests/pure/test_house.py), and each name has a
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -119,10 +119,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-_gradient_hooks = operator.attrgetter("_backward_hooks")
-_accumulation_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-
-
 def gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks of the user see the gradient of a tensor."""
     return bool(tensor._backward_hooks)
@@ -133,9 +129,17 @@ def accumulation_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def any_hooks(tensors: list[torch.Tensor]) -> bool:
-    """Whether any of these tensors has a hook of either kind, quickly."""
-    return any(map(_gradient_hooks, tensors)) or any(map(_accumulation_hooks, tensors))
+def hook_registers(tensor: torch.Tensor) -> list[dict[Any, Any]]:
+    """Where the hooks of a tensor are, as far as it ever had some of a kind."""
+    both = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hooks for hooks in both if hooks is not None]
+
+
+def object_fields(tensor: torch.Tensor) -> tuple[int, int]:
+    """The words of a tensor's Python object, and which of them is the address of the tensor in C++."""
+    words = torch._C.TensorBase.__basicsize__ // 8
+    fields = (ctypes.c_int64 * words).from_address(id(tensor))
+    return words, list(fields).index(tensor._cdata)
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -258,28 +262,6 @@ def log_by(function: Callable[..., Any]) -> None:
     logging.Logger._log = function  # type: ignore[method-assign]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def tensor_watch(tensors: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], int | None]:
-    """A function that says which of these tensors has other sizes, strides, dtype or needs now, quickly; None: none."""
-    from torch._C._dynamo.guards import TensorGuards
-
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    watch = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    kinds = [_kind(tensor) for tensor in tensors]
-
-    def different(now: list[torch.Tensor]) -> int | None:
-        if watch.check(*now):
-            return None  # else modes of torch around the call may be what differs
-        pairs = enumerate(zip(kinds, map(_kind, now), strict=True))
-        return next((place for place, (then, kind) in pairs if then != kind), None)
-
-    return different
-
-
 def keep_fraction(fraction: float) -> None:
     """Let torch.compile keep this fraction of the activations, when we race against it."""
     import torch._functorch.config as settings
@@ -296,7 +278,7 @@ PARTS = (
     (torch._C, ("_get_deterministic_fill_uninitialized_memory",)),
     (torch._C, ("_dispatch_find_schema_or_throw",)),
     (torch._C._autograd, ("_top_saved_tensors_default_hooks",)),
-    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_cdata")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten.mm.default, ("_schema", "_opname", "_overloadname", "_op")),
     (torch._C, ("_dispatch_find_schema_or_throw",)),

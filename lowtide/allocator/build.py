@@ -51,8 +51,6 @@ def load() -> ctypes.CDLL:
         if _outcome is None:
             try:
                 _outcome = _library()
-            except AllocatorUnavailable as error:
-                _outcome = error
             except native.NativeUnavailable as error:
                 _outcome = AllocatorUnavailable(error.message, hint=error.hint)
     if isinstance(_outcome, AllocatorUnavailable):
@@ -65,14 +63,22 @@ def loaded() -> ctypes.CDLL | None:
     return _outcome if isinstance(_outcome, ctypes.CDLL) else None
 
 
-def _library() -> ctypes.CDLL:
+def torch_flags() -> tuple[str, ...]:
+    """What the compiler is told where a source includes torch's headers, of its smallest library."""
     include = TORCH / "include"
     if not (include / "c10" / "core" / "CPUAllocator.h").exists():
-        raise AllocatorUnavailable(
+        raise native.NativeUnavailable(
             f"torch {torch.__version__} has no C++ headers here: no c10/core/CPUAllocator.h in {include}.",
             hint="install torch from its wheels (pip install torch).",
         )
     abi = int(torch.compiled_with_cxx11_abi())
-    flags = (f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include), f"-L{TORCH / 'lib'}", "-lc10")
-    depends = (torch.__version__, str(torch.version.git_version))
-    return native.library(SOURCE, FUNCTIONS, what="the allocator", flags=flags, depends=depends)
+    return (f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include), f"-L{TORCH / 'lib'}", "-lc10")
+
+
+def torch_build() -> tuple[str, ...]:
+    """What tells this torch from others that a library may have been compiled against."""
+    return (torch.__version__, str(torch.version.git_version))
+
+
+def _library() -> ctypes.CDLL:
+    return native.library(SOURCE, FUNCTIONS, what="the allocator", flags=torch_flags(), depends=torch_build())

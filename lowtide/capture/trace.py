@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from lowtide.capture.deeds import Deeds
 from lowtide.capture.dice import Dice
 from lowtide.capture.follow import Follower
 from lowtide.capture.origin import Origins, line_of_error
-from lowtide.capture.overlap import refuse_overlaps
 from lowtide.capture.recorder import Recorder
+from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import World
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
@@ -57,42 +58,6 @@ def _slots(model: torch.nn.Module, optimizers: tuple[Any, ...]) -> dict[str, Slo
     return found
 
 
-def _one_device(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The device of all these tensors, or the error that they have several."""
-    homes: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        homes.setdefault(str(tensor.device), name)
-    if len(homes) > 1:
-        listing = ", ".join(f"{name!r} on {device}" for device, name in homes.items())
-        raise CaptureError(
-            f"the step uses {len(homes)} devices: {listing}.", hint="move model and batch to one device."
-        )
-    return next(iter(homes), "cpu")
-
-
-def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that are not plain, dense and free of hooks."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, FakeTensor) or private.is_traceable_wrapper_subclass(tensor):
-            kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
-            raise CaptureError(
-                f"{name!r} is a {kind}, a tensor subclass that stands for other tensors.",
-                hint="lowtide plans plain tensors; convert it to torch.Tensor first.",
-            )
-        if tensor.layout is not torch.strided:
-            raise CaptureError(f"{name!r} has layout {tensor.layout}.", hint="lowtide plans dense tensors only.")
-        if tensor.grad_fn is not None:
-            raise CaptureError(
-                f"{name!r}, of shape {tuple(tensor.shape)}, has a history (grad_fn): it belongs to an earlier step.",
-                hint="detach it before you pass it to the step.",
-            )
-        if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
-            raise CaptureError(
-                f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
-                hint="remove the hook and do its work in the step, after backward().",
-            )
-
-
 class Trace:
     """One tracing of one step.
 
@@ -121,8 +86,8 @@ class Trace:
             for path, leaf in zip(self.batch_tree.paths(), self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
         }
-        _refuse_odd({**self.tensors, **batch})
-        self.device = _one_device({**self.tensors, **batch})
+        refuse_odd({**self.tensors, **batch})
+        self.device = one_device({**self.tensors, **batch})
         refuse_overlaps(self.tensors)
         self.parameters = [name for name, tensor in self.tensors.items() if isinstance(tensor, torch.nn.Parameter)]
         self.gradients: dict[str, torch.Tensor] = {}  # those that are there before the step
@@ -375,7 +340,7 @@ class Trace:
             },
             trained=tuple(trained),
             trains=frozenset(name for name, tensor in self.tensors.items() if tensor.requires_grad),
-            prepare=(lambda: optimizers.make_state(self.optimizers, needed)) if needed else (lambda: None),
+            prepare=functools.partial(optimizers.make_state, self.optimizers, needed),  # a lambda would keep the trace
         )
 
 

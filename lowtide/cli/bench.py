@@ -136,7 +136,8 @@ def guards(
         if "failure" not in row
     ]
     titles = ("modules", "tensors", "watched", "guards", "a step", "within its limit")
-    finish([Part("rows", rows, [Table("srrrrl", cells, titles, ("bold", "", "", "", "", ""))])], as_json, markdown)
+    table = Table("srrrrl", cells, titles, ("bold", "", "", "", "", ""))
+    finish([Part("rows", rows, [table], lines=("", guard_costs.COUNTED))], as_json, markdown)
 
 
 @app.command()

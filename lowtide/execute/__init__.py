@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.execute.binding import StaleError
 from lowtide.execute.halves import Half, Halves
 from lowtide.execute.runner import Runner, execute
+from lowtide.execute.stale import StaleError
 
 __all__ = ["Half", "Halves", "Runner", "StaleError", "execute"]

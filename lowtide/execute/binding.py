@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 
 from lowtide import private, tree
-from lowtide.captured import Captured, Computed, TensorSpec
+from lowtide.captured import Captured, Computed, Slot, TensorSpec
 from lowtide.errors import BatchError
 from lowtide.execute.effects import repeat
+from lowtide.execute.stale import StaleError
+from lowtide.execute.tensors import Slots, States
 from lowtide.guards import APPLY, MISSING, Change, Comparison
 from lowtide.watch import Watcher, same
-
-
-class StaleError(BatchError):
-    """The caller's objects are not as they were when the step was captured; capture it again."""
-
-    def __init__(self, message: str, *, hint: str | None = None, change: Change | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.change = change if change is not None else Change(message.split(" is ")[0], message)
 
 
 class Binding:
@@ -34,35 +28,31 @@ class Binding:
         graph = captured.graph
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
-        self.state_watch: Callable[[list[Any]], int | None] | None = None  # made when the state is there
         self.told = False  # the effects of the step are done already
-        self.rebinds = any(output.role == "buffer" for output in graph.outputs)
-        self.tensors = self.present()
-        self.tensor_watch = private.tensor_watch(self.tensors)
-        self.trained = [tensor for tensor in self.tensors if tensor.requires_grad]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        slots = [captured.slots[name] for name in captured.gradients]
-        self.with_gradients, self.gradients = [slot.holder[slot.key] for slot in slots], [*captured.gradients.values()]
-        batch_paths = {path: place for place, path in enumerate(captured.batch.paths())}
-        self.sources: list[tuple[str, Any, Any]] = []
-        for item in graph.inputs:
+        self.slots, self.states = Slots(captured), States(captured)
+        self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]
+        self.comparisons = [one for one in captured.guards.comparisons if not one.draws]
+        self.held: list[Any] | None = None  # the fixed inputs at their places
+        self.leaf_paths = [*captured.batch.paths()]
+        batch_paths = {path: place for place, path in enumerate(self.leaf_paths)}
+        self.fixed: list[tuple[int, Slot]] = []  # inputs that are the same tensors at every step, and where they are
+        self.moving: list[tuple[int, str, Any, Any]] = []  # inputs that are others, or may be
+        for number, item in enumerate(graph.inputs):
             kind, path = graph.values[item.value].kind, item.path
-            if kind in ("parameter", "buffer"):
-                slot = captured.slots[str(path[0])]
-                self.sources.append(("slot", slot.holder, slot.key))
-            elif kind == "state":
-                slot = captured.slots[str(path[0])]
-                self.sources.append((kind, (captured.owners[str(path[0])], slot), path[1]))
-            elif kind == "gradient":
-                self.sources.append((kind, captured.slots[str(path[0])], path[1]))
-            elif kind == "batch":
-                self.sources.append(("batch", batch_paths[path], None))
+            if kind in ("parameter", "buffer") and path[0] not in self.slots.rebound:
+                self.fixed.append((number, captured.slots[str(path[0])]))
             elif kind == "constant":
-                self.sources.append(("constant", captured.constants[int(path[0])], None))
-            elif path[0] in ("number", "draw"):
-                self.sources.append((str(path[0]), int(path[1]), None))
-            else:
-                self.sources.append(("option", int(path[0]), path[1:]))
+                self.fixed.append((number, Slot(captured.constants, int(path[0]))))
+            elif kind == "buffer":
+                self.moving.append((number, kind, captured.slots[str(path[0])], None))
+            elif kind == "gradient":
+                self.moving.append((number, kind, captured.slots[str(path[0])], path[1]))
+            elif kind == "batch":
+                self.moving.append((number, kind, batch_paths[path], None))
+            elif kind != "state" and path[0] in ("number", "draw"):
+                self.moving.append((number, str(path[0]), int(path[1]), None))
+            elif kind != "state":
+                self.moving.append((number, "option", int(path[0]), path[1:]))
         self.updates = bool(captured.optimizers) and any(op.phase == "update" for op in graph.ops)
         self.kept_gradients = {
             item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.stays
@@ -78,64 +68,48 @@ class Binding:
         changed = self.watcher.changed()
         if changed is not None:
             raise StaleError(f"{changed.what}.", hint="capture the step again.", change=changed)
-        self.check_tensors()
+        if self.slots.check():
+            self.held = None
         self.check_options()
         self.drawn = self.draw()
         return leaves
 
     def take(self, batch: tuple[Any, ...]) -> list[Any]:
         """What the program is given, if it fits this batch and the model; the optimizer's state is made if missing."""
-        leaves = self.check(batch)
-        self.captured.prepare()
-        return self.inputs(leaves)
+        return self.inputs(self.check(batch))
 
     def inputs(self, leaves: list[Any]) -> list[Any]:
         """The tensors and numbers of this call."""
-        captured = self.captured
-        found = []
-        states = []
-        for kind, place, key in self.sources:
-            if kind == "slot":
-                found.append(place[key])
-            elif kind == "batch":
-                found.append(leaves[place])
-            elif kind == "state":
-                owner, slot = place
-                states.append(owner.state[slot.holder[slot.key]].get(key))
-                found.append(states[-1])
-            elif kind == "gradient":
-                found.append(place.holder[place.key].grad)
-            elif kind == "constant":
-                found.append(place)
-            elif kind == "number":
-                found.append(captured.guards.numbers[place].get())
-            elif kind == "draw":
-                found.append(self.drawn[place])
-            else:
-                found.append(self.given((place, *key)))
-                if isinstance(found[-1], bool) or not isinstance(found[-1], (int, float)):
-                    raise StaleError(
-                        f"{key[0]!r} of parameter group {place} is a {type(found[-1]).__name__}, no number."
-                    )
-        self.check_states(states)
+        found = self.hold()
+        self.states.put(found)
+        self.fill(found, leaves)
         return found
 
-    def check_states(self, states: list[Any]) -> None:
-        """The optimizer's state must be there, with the sizes and dtypes of the capture."""
-        if self.state_watch is None:
-            graph = self.captured.graph
-            values = [graph.values[item.value] for item in graph.inputs if graph.values[item.value].kind == "state"]
-            for value, tensor in zip(values, states, strict=True):
-                fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == value.shape
-                if not fits or str(tensor.dtype) != f"torch.{value.dtype}" or tuple(tensor.stride()) != value.stride:
-                    raise StaleError(f"the optimizer's state {value.name!r} is not there, or not as at capture.")
-            self.state_watch = private.tensor_watch(states)
-        try:
-            different = self.state_watch(states)
-        except (TypeError, AttributeError):  # something else than a tensor, or nothing, is there
-            different = 0
-        if different is not None:
-            raise StaleError("the optimizer's state is not there, or has other sizes or dtypes than at capture.")
+    def hold(self) -> list[Any]:
+        """A list for all inputs, with those at their places that are the same at every step."""
+        if self.held is None:
+            self.held = [None] * len(self.captured.graph.inputs)
+            for number, slot in self.fixed:
+                self.held[number] = slot.holder[slot.key]
+        return self.held.copy()
+
+    def fill(self, found: list[Any], leaves: list[Any]) -> None:
+        """Put the inputs into their places that may be others at every step."""
+        for number, kind, place, key in self.moving:
+            if kind == "batch":
+                found[number] = leaves[place]
+            elif kind == "buffer":
+                found[number] = place.holder[place.key]
+            elif kind == "gradient":
+                found[number] = place.holder[place.key].grad
+            elif kind == "number":
+                found[number] = self.captured.guards.numbers[place].get()
+            elif kind == "draw":
+                found[number] = self.drawn[place]
+            else:
+                found[number] = option = self.given((place, *key))
+                if isinstance(option, bool) or not isinstance(option, (int, float)):
+                    raise StaleError(f"{key[0]!r} of parameter group {place} is a {type(option).__name__}, no number.")
 
     def take_gradients(self) -> None:
         """The gradients that were there belong to the step now, unless they stay where they are."""
@@ -190,8 +164,10 @@ class Binding:
                 f"the batch is {structure}, the step was captured with {captured.batch}.",
                 hint="pass the same arguments as in `example`.",
             )
-        for path, leaf, expected in zip(structure.paths(), leaves, captured.batch_leaves, strict=True):
-            name = "argument " + ".".join(map(str, path))
+        for number, (leaf, expected) in enumerate(zip(leaves, captured.batch_leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor) and _kind(leaf) == self.leaf_kinds[number]:
+                continue
+            name = "argument " + ".".join(map(str, self.leaf_paths[number]))
             if not isinstance(expected, TensorSpec):
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise BatchError(
@@ -220,36 +196,6 @@ class Binding:
                     hint="pass it in the same memory format as the example: x.contiguous() or channels_last.",
                 )
         return leaves
-
-    def check_tensors(self) -> None:
-        """Parameters and buffers must be as at the capture, and which of them train and have gradients."""
-        captured = self.captured
-        if self.rebinds:
-            self.tensors = self.present()
-        if (different := self.tensor_watch(self.tensors)) is not None:
-            name = list(captured.slots)[different]
-            raise StaleError(f"{name!r} has other sizes, strides or dtype than at capture, or was frozen or unfrozen.")
-        if private.any_hooks(self.trained):
-            raise StaleError("a parameter has a hook that it did not have at capture.")
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        if addresses != self.addresses:
-            if len(set(addresses)) < len(set(self.addresses)):
-                raise StaleError("parameters or buffers share memory that they did not share at capture.")
-            self.addresses = addresses
-        if [tensor.grad is not None for tensor in self.with_gradients] == self.gradients:
-            return
-        for name, present in captured.gradients.items():
-            slot = captured.slots[name]
-            if (slot.holder[slot.key].grad is not None) != present:
-                had, has = ("a", "none") if present else ("no", "one")
-                raise StaleError(
-                    f"{name!r} had {had} gradient before the step when it was captured and has {has} now.",
-                    hint="clear the gradients in the step, or capture again.",
-                )
-
-    def present(self) -> list[Any]:
-        """The parameters and buffers that are there now."""
-        return [slot.holder[slot.key] for slot in self.captured.slots.values()]
 
     def given(self, path: tuple[str | int, ...]) -> Any:
         """A number that the caller gives, as it is now."""
@@ -282,8 +228,8 @@ class Binding:
         for place in captured.guards.numbers:
             if isinstance(place.get(), bool) or not isinstance(place.get(), (int, float)):
                 raise StaleError(f"{place.name} is no number any more.", hint="capture again.")
-        for comparison in captured.guards.comparisons:
-            if comparison.draws or self.holds(comparison):
+        for comparison in self.comparisons:
+            if self.holds(comparison):
                 continue
             name = comparison.show([place.name for place in captured.guards.numbers])
             raise StaleError(
@@ -322,3 +268,12 @@ class Binding:
             hint="capture again.",
             change=Change(f"the draws at {where}", "they lead elsewhere", expected=expected),
         )
+
+
+def _kind(leaf: Any) -> tuple[Any, ...] | None:
+    """What a tensor of the batch must be, quickly compared."""
+    if isinstance(leaf, TensorSpec):
+        return leaf.shape, getattr(torch, leaf.dtype), torch.device(leaf.device), leaf.requires_grad, leaf.stride
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride()
+    return None

@@ -4,6 +4,8 @@
 // run for the first time, saved states of the random generator. A move is one way to run an op: it makes some items and
 // needs others. Seen from the end, what is alive at a run is known, and so are its bytes.
 
+#include "doors.hpp"
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -11,11 +13,9 @@
 #include <cstdint>
 #include <limits>
 #include <queue>
-#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
-using Int = int64_t;
 using Word = uint64_t;
 
 extern "C" struct Game {
@@ -36,29 +36,6 @@ extern "C" struct Game {
 };
 
 namespace {
-
-// What every function that is called from outside answers where it does not take what it was given, or has no memory.
-constexpr Int REFUSED = -101, NO_MEMORY = -102;
-constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
-
-template <class Work> Int answered(Work work) noexcept {
-  try {
-    return work();
-  } catch (const std::logic_error &) {  // a size or a place that is none
-    return REFUSED;
-  } catch (const std::exception &) {
-    return NO_MEMORY;
-  }
-}
-
-bool within(const Int *numbers, Int count, Int low, Int high) {
-  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
-}
-
-// Whether these are the starts of rows that end with so many items.
-bool ragged(const Int *start, Int rows, Int items) {
-  return start[0] == 0 && start[rows] == items && std::is_sorted(start, start + rows + 1);
-}
 
 // Whether none of these sets has a member beyond so many.
 bool below(const Word *sets, Int rows, Int words, Int members) {

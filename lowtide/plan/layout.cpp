@@ -3,8 +3,9 @@
 // Think of time as the ground and of bytes as height: a buffer is a box over the moments of its life, and boxes are
 // piled so that none meets another. Times are half open: [first, last).
 
+#include "doors.hpp"
+
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <queue>
@@ -12,31 +13,7 @@
 #include <utility>
 #include <vector>
 
-using Int = int64_t;
-
 namespace {
-
-// What every function that is called from outside answers where it does not take what it was given, or has no memory.
-constexpr Int REFUSED = -101, NO_MEMORY = -102;
-constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
-
-template <class Work> Int answered(Work work) noexcept {
-  try {
-    return work();
-  } catch (const std::logic_error &) {  // a size or a place that is none
-    return REFUSED;
-  } catch (const std::exception &) {
-    return NO_MEMORY;
-  }
-}
-
-bool within(const Int *numbers, Int count, Int low, Int high) {
-  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
-}
-
-bool finite(const double *numbers, Int count) {
-  return std::all_of(numbers, numbers + count, [](double number) { return std::isfinite(number); });
-}
 
 // Whether each box is there for a while, and not after so many moments.
 bool boxes(Int count, const Int *first, const Int *last, const Int *bytes, Int moments) {

@@ -6,14 +6,14 @@
 //
 // Work is counted in places that were looked at, so that a search ends with the same plan on every machine.
 
+#include "doors.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
-using Int = int64_t;
 using Byte = uint8_t;
 using Sequence = std::vector<Int>;
 
@@ -40,33 +40,6 @@ extern "C" struct Problem {
 };
 
 namespace {
-
-// What every function that is called from outside answers where it does not take what it was given, or has no memory.
-constexpr Int REFUSED = -101, NO_MEMORY = -102;
-constexpr Int MOST = Int(1) << 46;  // bytes or ticks of one thing: sums stay below what an integer holds
-
-template <class Work> Int answered(Work work) noexcept {
-  try {
-    return work();
-  } catch (const std::logic_error &) {  // a size or a place that is none
-    return REFUSED;
-  } catch (const std::exception &) {
-    return NO_MEMORY;
-  }
-}
-
-bool within(const Int *numbers, Int count, Int low, Int high) {
-  return std::all_of(numbers, numbers + count, [=](Int number) { return low <= number && number < high; });
-}
-
-// Whether these are the starts of rows that end with so many items.
-bool ragged(const Int *start, Int rows, Int items) {
-  return start[0] == 0 && start[rows] == items && std::is_sorted(start, start + rows + 1);
-}
-
-bool finite(const double *numbers, Int count) {
-  return std::all_of(numbers, numbers + count, [](double number) { return std::isfinite(number); });
-}
 
 // Whether every number of a problem is one that the loops below can follow; its flat arrays have these lengths.
 bool fits(const Problem &g, Int reads, Int makes, Int overs, Int rows, Int restores, Int insteads) {

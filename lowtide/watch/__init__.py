@@ -34,7 +34,6 @@ class Watcher:
         self._names = list(guards.names)
         self._contents = list(guards.contents)
         self._around = guards.around
-        self._objects, self._kinds = ([pair[place] for pair in guards.kinds] for place in (0, 1))
         self._arrange()
 
     def changed(self) -> Change | None:
@@ -44,8 +43,6 @@ class Watcher:
             for name, now, then in zip(NAMES, around, self._around, strict=True):
                 if now != then:
                     return Change(name, f"{name} is {now!r}, at capture {then!r}")
-        if list(map(type, self._objects)) != self._kinds:
-            return _other_class(self._objects, self._kinds)
         while not self._quick.same():
             change = self._look()
             if change is not None:
@@ -57,10 +54,14 @@ class Watcher:
         return None
 
     def _arrange(self) -> None:
-        self._quick = Quick(self._entries, self._names)
+        self._quick = Quick(self._entries, self._names, self.guards.kinds)
 
     def _look(self) -> Change | None:
         """Compare by meaning; where all is the same, what is there now is what is expected from now on."""
+        for thing, kind in self.guards.kinds:
+            if type(thing) is not kind:
+                what = f"a {kind.__name__} has become a {type(thing).__name__}"
+                return Change(f"the class of a {kind.__name__}", what)
         moved: dict[int, Any] = {}
         for number, entry in enumerate(self._entries):
             now = entry.place.get()
@@ -132,12 +133,6 @@ def _same_content(content: Content) -> bool:
     if isinstance(holder, numpy.ndarray):
         return same(holder, before)
     return bool(holder == before)
-
-
-def _other_class(objects: Sequence[Any], kinds: Sequence[type]) -> Change:
-    thing, kind = next((one, kind) for one, kind in zip(objects, kinds, strict=True) if type(one) is not kind)
-    what = f"a {kind.__name__} has become a {type(thing).__name__}"
-    return Change(f"the class of a {kind.__name__}", what)
 
 
 def _scheduled(entry: Entry, now: Any) -> bool:

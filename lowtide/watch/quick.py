@@ -17,13 +17,17 @@ from lowtide.guards import MISSING, Entry, Names
 
 SOURCE = Path(__file__).with_name("watch.cpp")
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
-SIGNATURES: native.Signatures = {"lowtide_same": ([_ADDRESS, _ADDRESS, _ADDRESS, _INT, _ADDRESS, _ADDRESS, _INT], _INT)}
+SIGNATURES: native.Signatures = {
+    "lowtide_same": ([*[_ADDRESS] * 3, _INT, *[_ADDRESS] * 2, _INT, *[_ADDRESS] * 2, _INT], _INT)
+}
 
 
 class Quick:
-    """Entries and sizes of mappings, arranged to be compared by identity; it keeps all of them alive."""
+    """Entries, sizes of mappings and classes, arranged to be compared by identity; it keeps all of them alive."""
 
-    def __init__(self, entries: Sequence[Entry], names: Sequence[Names]) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], names: Sequence[Names], kinds: Sequence[tuple[Any, type]] = ()
+    ) -> None:
         self._holders: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
@@ -40,25 +44,30 @@ class Quick:
                 self._others.append(entry)
         self._mappings = [item.holder for item in names]
         self._sizes = [len(item.keys) for item in names]
+        self._objects, self._kinds = ([pair[place] for pair in kinds] for place in (0, 1))
         self._arrays = [
             array("q", map(id, self._holders)),
             array("q", map(id, self._keys)),
             array("q", (0 if value is MISSING else id(value) for value in self._values)),
             array("q", map(id, self._mappings)),
             array("q", self._sizes),
+            array("q", map(id, self._objects)),
+            array("q", map(id, self._kinds)),
         ]
-        holders, keys, values, mappings, sizes = (one.buffer_info()[0] for one in self._arrays)
-        self._arguments = (holders, keys, values, len(self._holders), mappings, sizes, len(self._mappings))
+        holders, keys, values, mappings, sizes, *pairs = (one.buffer_info()[0] for one in self._arrays)
+        entries_and_sizes = (holders, keys, values, len(self._holders), mappings, sizes, len(self._mappings))
+        self._arguments = (*entries_and_sizes, *pairs, len(self._objects))
         self._library = _library()
 
     def same(self) -> bool:
         """Whether nothing moved."""
         if self._library is not None:
-            quick = self._library.lowtide_same(*self._arguments) < 0
+            quick = bool(self._library.lowtide_same(*self._arguments))
         else:
             quick = (
                 all(map(is_, map(dict.get, self._holders, self._keys, repeat(MISSING)), self._values))
                 and list(map(len, self._mappings)) == self._sizes
+                and list(map(type, self._objects)) == self._kinds
             )
         return quick and all(entry.place.get() is entry.value for entry in self._others)
 

@@ -4,6 +4,7 @@ what it is for, and the torch that broke it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import inspect
@@ -255,15 +256,20 @@ def test_a_write_is_counted() -> None:
 
 
 @canary(
-    "gradient_hooks", "accumulation_hooks", "any_hooks", does="sees the hooks of parameters, which can't be repeated"
+    "gradient_hooks",
+    "accumulation_hooks",
+    "hook_registers",
+    does="sees the hooks of parameters, which can't be repeated",
 )
 def test_hooks_are_seen() -> None:
     tensor = torch.ones(2, requires_grad=True)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (False, False)
-    assert not private.any_hooks([tensor])
-    tensor.register_hook(lambda gradient: None)
+    assert private.hook_registers(tensor) == []
+    handle = tensor.register_hook(lambda gradient: None)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (True, False)
-    assert private.any_hooks([tensor])
+    assert [len(hooks) for hooks in private.hook_registers(tensor)] == [1]
+    handle.remove()
+    assert private.hook_registers(tensor) == [{}]
     tensor = torch.ones(2, requires_grad=True)
     tensor.register_post_accumulate_grad_hook(lambda tensor: None)
     assert (private.gradient_hooks(tensor), private.accumulation_hooks(tensor)) == (False, True)
@@ -295,16 +301,20 @@ def test_views_have_the_storage_of_their_base() -> None:
     assert weak.expired()
 
 
-@canary("tensor_watch", does="sees before each step whether a tensor has other sizes, strides or dtype")
-def test_other_sizes_strides_and_dtypes_are_seen() -> None:
-    tensors = [torch.ones(2, 3), torch.ones(3, requires_grad=True), torch.ones(())]
-    different = private.tensor_watch(tensors)
-    assert different(tensors) is None
-    assert different([torch.zeros(2, 3), *tensors[1:]]) is None
-    assert different([torch.ones(3, 2).t(), *tensors[1:]]) == 0
-    assert different([tensors[0], torch.ones(4, requires_grad=True), tensors[2]]) == 1
-    assert different([tensors[0], torch.ones(3), tensors[2]]) == 1
-    assert different([*tensors[:2], torch.ones((), dtype=torch.float64)]) == 2
+@canary("object_fields", does="finds a tensor in C++ through its Python object, to compare it before each step")
+def test_an_object_holds_the_address_of_its_tensor() -> None:
+    for tensor in (torch.ones(2), torch.nn.Parameter(torch.ones(2))):
+        words, place = private.object_fields(tensor)
+        assert 2 <= place < words  # behind the count of references and the class
+        fields = (ctypes.c_int64 * words).from_address(id(tensor))
+        assert fields[place] == tensor._cdata
+        other = torch.zeros(2) if type(tensor) is torch.Tensor else torch.nn.Parameter(torch.zeros(2))
+        torch.utils.swap_tensors(tensor, other)
+        assert fields[place] == tensor._cdata
+        before = list(fields)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: None)
+            assert list(fields) != before
 
 
 # --------------------------------------------------------------------------------------------- modules and optimizers
