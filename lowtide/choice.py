@@ -10,7 +10,7 @@ from lowtide.costs import Costs
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph
 from lowtide.lossy import RECURRENT, cut, longest
-from lowtide.plan import as_eager, with_narrow
+from lowtide.plan import as_eager, merged, with_narrow
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan
@@ -32,12 +32,20 @@ class Choice:
 
 
 def candidates(graph: Graph, *, rounding: bool) -> Iterator[tuple[int, Graph]]:
-    """The graphs that may be planned for a captured one, the exact one first, with the chunks of recurrent layers."""
+    """The graphs that may be planned for a merged one, the exact one first, with the chunks of recurrent layers."""
     yield 1, with_narrow(graph)
     chunks, moments = 2, longest(graph) if rounding else 0
     while moments >= SHORTEST * chunks:
         yield chunks, with_narrow(cut(graph, chunks))
         chunks *= 2
+
+
+def eager_peak(captured: Graph, whole: Graph, costs: Costs, price: Callable[[Graph], Costs]) -> int:
+    """The bytes that eager needs for a captured step, predicted; second runs that `whole` does without are its own."""
+    if merged(captured) is not captured:
+        whole = with_narrow(captured)
+        costs = price(whole)
+    return simulate(whole, costs, as_eager(whole)).peak
 
 
 def choose(
@@ -53,15 +61,15 @@ def choose(
     """
     best: Choice | None = None
     failure: BudgetError | None = None
-    eager_peak = 0
-    for chunks, candidate in candidates(graph, rounding=rounding):
+    eager = 0
+    for chunks, candidate in candidates(merged(graph), rounding=rounding):
         costs = price(candidate)
         if chunks == 1:
-            eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
+            eager = eager_peak(graph, candidate, costs, price)
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             continue  # slower, even if nothing runs twice
         try:
-            found = search(candidate, costs, eager_peak)
+            found = search(candidate, costs, eager)
         except BudgetError as error:
             if not rounding:
                 if not _helps(graph, candidate, costs):
@@ -72,7 +80,7 @@ def choose(
             continue
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
         if found.seconds < limit:
-            best = Choice(candidate, costs, found, chunks, eager_peak)
+            best = Choice(candidate, costs, found, chunks, eager)
         if chunks == 1 and found.seconds <= found.base_seconds:
             break  # nothing runs twice, and every bit is eager's
     if best is None:
@@ -92,7 +100,8 @@ def given(
 ) -> Choice:
     """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
     failure: FileError | None = None
-    for chunks, candidate in candidates(graph, rounding=rounding):
+    joined = merged(graph)
+    for chunks, candidate in candidates(joined, rounding=rounding):
         if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
             continue
         try:
@@ -101,9 +110,9 @@ def given(
             failure = failure or error
             continue
         costs = price(candidate)
-        whole = candidate if chunks == 1 else with_narrow(graph)
-        eager_peak = simulate(whole, costs if chunks == 1 else price(whole), as_eager(whole)).peak
-        return Choice(candidate, costs, found, chunks, eager_peak)
+        whole = candidate if chunks == 1 else with_narrow(joined)
+        eager = eager_peak(graph, whole, costs if chunks == 1 else price(whole), price)
+        return Choice(candidate, costs, found, chunks, eager)
     if failure is None:
         raise UsageError("the plan is one of another step.", hint="plan this step.")
     if rounding or not longest(graph):

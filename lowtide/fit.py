@@ -18,15 +18,14 @@ from lowtide.capture.door import refuse_to_run
 from lowtide.captured import Captured
 from lowtide.changes import Changes
 from lowtide.check import check
-from lowtide.choice import Choice, choose, given
+from lowtide.choice import Choice, choose, eager_peak, given
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Runner, StaleError, execute
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
-from lowtide.plan import TIME_LIMIT, as_eager, carry, plan, with_narrow
+from lowtide.plan import TIME_LIMIT, carry, merged, plan, with_narrow
 from lowtide.program import Plan, Program
-from lowtide.simulate import simulate
 from lowtide.verify import Verifier, announce, refuse_call
 
 ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
@@ -205,7 +204,7 @@ class Fitted:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
         if not self._fits or self._fits[0].chunks != 1:
             return None
-        known, candidate = self._fits[0], with_narrow(graph)
+        known, candidate = self._fits[0], with_narrow(merged(graph))
         costs = self._price(candidate)
         before = known.runner.captured.graph
         if before.fingerprint == candidate.fingerprint:
@@ -213,7 +212,7 @@ class Fitted:
         found = carry(known.plan, before, candidate, costs, self._bytes)
         if found is None:
             return None
-        return Choice(candidate, costs, found, 1, simulate(candidate, costs, as_eager(candidate)).peak)
+        return Choice(candidate, costs, found, 1, eager_peak(graph, candidate, costs, self._price))
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
         return self._trace(self._step, self._optimizer, batch)

@@ -23,7 +23,7 @@ from lowtide.cli.talk import answering, show, show_json, show_text, talk, workin
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph
-from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, with_narrow
+from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, merged, with_narrow
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.simulate import simulate
@@ -168,8 +168,8 @@ def refuse_early(budget: str) -> None:
 
 
 def with_optional(captured: Captured) -> Captured:
-    """The step with the optional ops that a plan may use: what is saved, loaded and planned is this graph."""
-    return replace(captured, graph=with_narrow(captured.graph))
+    """The step as it is saved, loaded and planned: without second runs, with the optional ops that a plan may use."""
+    return replace(captured, graph=with_narrow(merged(captured.graph)))
 
 
 def plan_within(graph: Graph, costs: Costs, budget: str, *, time_limit: float, seed: int = 0) -> Plan:

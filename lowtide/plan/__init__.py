@@ -12,6 +12,7 @@ from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
+from lowtide.plan.merge import merged
 from lowtide.plan.narrow import with_narrow
 from lowtide.plan.planning import BEST, METHODS, TIME_LIMIT, Planning, Progress
 from lowtide.program import Plan
@@ -26,6 +27,7 @@ __all__ = [
     "curve",
     "keep_everything",
     "least",
+    "merged",
     "plan",
     "with_narrow",
 ]
