@@ -38,6 +38,7 @@ STATISTICS = {  # batch norms: the arguments that they write to without saying s
     aten.miopen_batch_norm.default: ((3, 4), 5),
 }
 MISSING = object()
+NEW = vars(copyreg)["__newobj__"]  # what copies and pickles make an object by, before it has its attributes
 CLONE = "give the function a copy: x.clone(), or leave out inplace=True."
 
 _forgetful: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # functions that recompute has made
@@ -56,15 +57,16 @@ def recompute(function: F) -> F:
         model.blocks[3] = lowtide.recompute(model.blocks[3])
 
     Results, gradients, buffers and the generators are those of the function without it, to the bit; dropout draws what
-    it drew, and batch norms update their statistics once. What it costs is a second run. A module is changed itself, its
+    it drew, and batch norms update their statistics once. The price is a second run. A module is changed itself; its
     parameters keep their names. Inside `fit` and `wrap` the second run is part of the step that is planned. What the
     function does to other Python objects (a list that it appends to, a file) it does twice.
     """
     if isinstance(function, type) and issubclass(function, nn.Module):
-        function.forward = _forgetting(function.forward, function.__qualname__)  # type: ignore[method-assign]
+        function.forward = _forgetting(function.forward, function.__qualname__)
         return function
     if isinstance(function, nn.Module):
-        function.__class__ = _forgetful_class(type(function))
+        module: Any = function
+        module.__class__ = _forgetful_class(type(module))
         return function
     if not callable(function) or isinstance(function, type):
         raise UsageError(
@@ -111,7 +113,7 @@ def _forgetting(function: F, name: str) -> F:
 
 
 @functools.cache
-def _forgetful_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _forgetful_class(kind: Any) -> Any:
     """The class of modules that are like those of another, but forget."""
     if kind.forward in _forgetful:
         return kind
@@ -123,13 +125,14 @@ def _forgetful_class(kind: type[nn.Module]) -> type[nn.Module]:
 def _reduce(module: nn.Module, protocol: Any) -> Any:
     """How a module that forgets is copied and pickled: its class is made where it comes back."""
     kind = type(module).__mro__[1]
-    maker, given, *state = super(type(module), module).__reduce_ex__(protocol)
-    if maker is copyreg.__newobj__:
+    reduced: Any = super(type(module), module).__reduce_ex__(protocol)
+    maker, given, *state = reduced
+    if maker is NEW:
         maker, given = _remade, (kind, *given[1:])
     return maker, given, *state
 
 
-def _remade(kind: type[nn.Module], *rest: Any) -> nn.Module:
+def _remade(kind: Any, *rest: Any) -> Any:
     made = _forgetful_class(kind)
     return made.__new__(made, *rest)
 
@@ -222,7 +225,7 @@ class _First(TorchDispatchMode):
             self._look(module)
         self._hook = register_module_forward_pre_hook(self._look)
         self._states = [get() for _, get in GENERATORS]
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def _look(self, module: nn.Module, *_: Any) -> None:
         """Remember the attributes of a module that the function may change."""
@@ -231,7 +234,7 @@ class _First(TorchDispatchMode):
                 self._found.setdefault(id(holder), (holder, dict(holder)))
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hook.remove()
         for holder, found in self._found.values():
             for key in {**found, **holder}:
@@ -389,7 +392,8 @@ def _assign(holder: dict[str, Any], key: str, found: Any) -> None:
 
 def _numpy_state() -> tuple[Any, ...]:
     """The state of numpy's generator, as something that can be compared."""
-    name, keys, *rest = numpy.random.get_state()
+    state: Any = numpy.random.get_state()
+    name, keys, *rest = state
     return name, keys.tobytes(), *rest
 
 
