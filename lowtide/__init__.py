@@ -27,6 +27,7 @@ from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
 from lowtide.plan import as_eager, keep_everything, plan
 from lowtide.program import Copy, Free, Plan, Program, Run, Wait
+from lowtide.recompute import recompute
 from lowtide.scan import ScanPlan, scan, scan_plan
 from lowtide.simulate import Simulation, simulate
 from lowtide.wrap import Wrapped, wrap
@@ -66,6 +67,7 @@ __all__ = [
     "measure",
     "meter",
     "plan",
+    "recompute",
     "roofline",
     "scan",
     "scan_plan",

@@ -13,11 +13,12 @@ from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, RECURRENT, Rewritten, apply, chunks, longest, with_narrow
+from lowtide.rewrite import EXACT, RECURRENT, Rewritten, apply, chunks, longest
 from lowtide.rewrites import exactness
 from lowtide.simulate import simulate
 
 SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+AS_EAGER = {"sizes", "narrow"}  # rewrites after which eager's own program is still one of the graph
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
 
@@ -45,6 +46,13 @@ def candidates(graph: Graph, *, rounding: bool) -> Iterator[Rewritten]:
         count *= 2
 
 
+def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
+    """The bytes that eager needs for a captured step, predicted; it makes the second runs that plans do without."""
+    same = not {rewrite.name for rewrite in rewritten.rewrites} - AS_EAGER
+    whole = rewritten.graph if same else apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
+    return simulate(whole, costs if same else price(whole), as_eager(whole)).peak
+
+
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
@@ -58,16 +66,16 @@ def choose(
     """
     best: Choice | None = None
     failure: BudgetError | None = None
-    eager_peak = 0
+    eager = 0
     for rewritten in candidates(graph, rounding=rounding):
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         costs = price(candidate)
         if exact:
-            eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
+            eager = eager_peak(graph, rewritten, costs, price)
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             continue  # slower, even if nothing runs twice
         try:
-            found = replace(search(candidate, costs, eager_peak), rewrites=rewritten.rewrites)
+            found = replace(search(candidate, costs, eager), rewrites=rewritten.rewrites)
         except BudgetError as error:
             if not rounding:
                 if not _helps(graph, candidate, costs):
@@ -78,7 +86,7 @@ def choose(
             continue
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
         if found.seconds < limit:
-            best = Choice(candidate, costs, found, eager_peak)
+            best = Choice(candidate, costs, found, eager)
         if exact and found.seconds <= found.base_seconds:
             break  # nothing runs twice, and every bit is eager's
     if best is None:
@@ -99,7 +107,7 @@ def given(
     """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
     failure: FileError | None = None
     for rewritten in candidates(graph, rounding=rounding):
-        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
+        candidate = rewritten.graph
         if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
             continue
         try:
@@ -108,11 +116,9 @@ def given(
             failure = failure or error
             continue
         costs = price(candidate)
-        whole = candidate if exact else with_narrow(graph)
-        eager_peak = simulate(whole, costs if exact else price(whole), as_eager(whole)).peak
         if found.rewrites != rewritten.rewrites:  # a file from before plans said which
             found = replace(found, rewrites=rewritten.rewrites)
-        return Choice(candidate, costs, found, eager_peak)
+        return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, price))
     if failure is None:
         raise UsageError("the plan is one of another step.", hint="plan this step.")
     if rounding or not longest(graph):

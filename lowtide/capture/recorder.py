@@ -24,6 +24,7 @@ from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
 from lowtide.guards import Comparison, Expression
 from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
+from lowtide.recompute import second_run
 
 aten = torch.ops.aten
 
@@ -366,6 +367,7 @@ class Recorder(TorchDispatchMode):
                 updates=updates,
                 detachable=detachable,
                 random=random,
+                forgotten=second_run(),
                 phase=phase,
                 module=module,
                 source=source,

@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 
 from lowtide import report
-from lowtide.cli.plan import FromCosts, TimeLimit, with_optional
+from lowtide.choice import eager_peak
+from lowtide.cli.plan import FromCosts, TimeLimit
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
-from lowtide.plan import CLASSICS, as_eager
+from lowtide.plan import CLASSICS
 from lowtide.plan import curve as find_curve
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
-from lowtide.simulate import simulate
+from lowtide.rewrite import EXACT, apply
 
 TIME_LIMIT = 2.0  # seconds of search for each point
 
@@ -35,7 +36,8 @@ def curve(
 ) -> None:
     """Show the least time for each peak, down to the least feasible."""
     built, captured, _ = captured_target(target)
-    graph = with_optional(captured).graph
+    rewritten = apply(captured.graph, EXACT)
+    graph = rewritten.graph
     found = costs_of(graph, costs)
     with counting("planning budgets", patience=0.0) as progress:
         progress(0, points)
@@ -44,7 +46,7 @@ def curve(
     frontier = report.Frontier(
         heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
         stays=found.stays(graph),
-        eager_peak=simulate(graph, found, as_eager(graph)).peak,
+        eager_peak=eager_peak(captured.graph, rewritten, found, lambda one: costs_of(one, costs)),
         points=[_point(plan) for plan in plans],
         classics=_classics(graph, found, budgets) if classics else {},
         ops=len(graph.ordinary),

@@ -169,7 +169,7 @@ def refuse_early(budget: str) -> None:
 
 
 def with_optional(captured: Captured) -> Captured:
-    """The step with the optional ops that a plan may use: what is saved, loaded and planned is this graph."""
+    """The step as it is saved, loaded and planned: without second runs, with the optional ops that a plan may use."""
     return replace(captured, graph=with_narrow(captured.graph))
 
 

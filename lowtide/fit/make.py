@@ -13,7 +13,7 @@ from lowtide.budget import free_memory, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
-from lowtide.choice import Choice, choose, given
+from lowtide.choice import Choice, choose, eager_peak, given
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Runner, execute
@@ -21,10 +21,9 @@ from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import measure, roofline
-from lowtide.plan import as_eager, carry, plan
+from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
-from lowtide.simulate import simulate
 
 FREE = 0.9  # of the memory that is free: the budget where none is given
 
@@ -123,7 +122,7 @@ class Maker:
         if found is None:
             return None
         found = replace(found, rewrites=rewritten.rewrites)
-        return Choice(candidate, costs, found, simulate(candidate, costs, as_eager(candidate)).peak)
+        return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
         if self.budget is None:

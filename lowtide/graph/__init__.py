@@ -93,6 +93,7 @@ class Op:
     detachable: bool = False  # given None for what it updates it returns the same outputs, so it may run again
     random: bool = False  # draws from the generator
     optional: bool = False  # eager does not run it; what it makes may be what an ordinary op makes too
+    forgotten: str = ""  # the function of lowtide.recompute whose second run it is part of; it stays as it is
     phase: Phase = "forward"
     module: str = ""  # path of the innermost module: "layer1.0.conv2"
     source: str = ""  # "train.py:42", the innermost line that is not the tensor library's
@@ -308,6 +309,7 @@ class Graph:
         line += "".join(f" updates %{old} to %{new}" for new, old in op.updates)
         line += " random" if op.random else ""
         line += " optional" if op.optional else ""
+        line += f" forgotten by {op.forgotten}" if op.forgotten else ""
         return line + f"  # {' '.join(filter(None, (op.phase, op.module, op.source)))}"
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:

@@ -108,6 +108,7 @@ OP = record(
         "detachable": flag,
         "random": flag,
         "optional": Absent(flag, False),
+        "forgotten": Absent(text, ""),
         "phase": word(get_args(Phase)),
         "module": text,
         "source": text,

@@ -64,4 +64,6 @@ def _encode_op(op: Op) -> dict[str, Any]:
     data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
     if op.optional:
         data["optional"] = True
+    if op.forgotten:
+        data["forgotten"] = op.forgotten
     return data

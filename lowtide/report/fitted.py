@@ -8,6 +8,7 @@ from io import StringIO
 from rich.console import Console
 
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
+from lowtide.report.forgotten import forgotten_values
 from lowtide.report.plan import Summary, show_overhead
 from lowtide.report.table import Table
 
@@ -37,6 +38,9 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
         ("overhead", show_overhead(summary.overhead), f"the bound is {show_overhead(summary.bound)}"),
         ("runs", f"{summary.runs:,}", f"of {summary.ops:,} ops; planned in {show_seconds(summary.planning_seconds)}"),
     ]
+    for item in summary.forgotten:
+        again = f"lowtide.recompute of {item.function}: {forgotten_values([item])}"
+        rows.append(("forgotten by hand", show_seconds(item.seconds), again))
     if measured.mismatches:
         rows.append(("mismatches", f"{measured.mismatches:,}", "allocations that came otherwise than planned"))
     if measured.shapes > 1:

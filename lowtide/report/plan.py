@@ -15,6 +15,7 @@ from lowtide.graph import Graph, Phase
 from lowtide.lifetimes import lifetimes
 from lowtide.program import Plan, Program, Run
 from lowtide.report.bytes import bar, show_bytes, show_seconds, show_share
+from lowtide.report.forgotten import Forgotten, forgotten, show_forgotten
 from lowtide.report.modules import fold_paths, pattern
 from lowtide.report.profile import TOP
 from lowtide.report.show import TIMES, WIDEST, Heading
@@ -68,6 +69,7 @@ class Summary:
     runs: int
     recomputed: tuple[Recomputed, ...]  # most seconds first
     kept: tuple[Kept, ...]  # most bytes first
+    forgotten: tuple[Forgotten, ...]  # most bytes first
     packing_seconds: float  # of runs that make narrow values and use them, less those that they stand in for
     in_place: int  # results that take the bytes of an argument, where eager allocates
     in_place_nbytes: int
@@ -102,12 +104,13 @@ class Summary:
             "runs": self.runs,
             "recomputed": [_row(item) for item in self.recomputed],
             "kept": [_row(item) for item in self.kept],
+            "forgotten": [_row(item) for item in self.forgotten],
             "packing_seconds": self.packing_seconds,
             "in_place": {"count": self.in_place, "bytes": self.in_place_nbytes},
         }
 
 
-def _row(item: Recomputed | Kept) -> dict[str, Any]:
+def _row(item: Recomputed | Kept | Forgotten) -> dict[str, Any]:
     return {key.replace("nbytes", "bytes"): amount for key, amount in asdict(item).items()}
 
 
@@ -131,6 +134,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
         runs=len(runs),
         recomputed=_recomputed(graph, costs, runs),
         kept=_kept(graph, costs, plan.program),
+        forgotten=forgotten(graph, costs),
         packing_seconds=_storing(graph, costs, runs),
         in_place=len(places),
         in_place_nbytes=sum(costs.nbytes[made] for made in places),
@@ -236,6 +240,7 @@ class PlanReport:
         yield _promise(summary, self.asked)
         yield from _show_recomputed(summary, width)
         yield from _show_kept(summary, width)
+        yield from show_forgotten(summary.forgotten)
         if self.notes:
             yield Text("\nNotes", style="bold")
             yield from (Text(fill(note, width, initial_indent="  ", subsequent_indent="    ")) for note in self.notes)

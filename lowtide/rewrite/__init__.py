@@ -13,6 +13,7 @@ from typing import Any
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph
 from lowtide.rewrite.chunks import RECURRENT, cut, longest
+from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.sizes import sizes_only
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
@@ -34,6 +35,7 @@ class Pass:
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
+    Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),

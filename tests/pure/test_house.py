@@ -22,7 +22,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "
     "lifetimes",
     "rewrites",
 }
-INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
+INSTRUMENTS = {"allocator", "kernels", "native", "private", "recompute", "watch"}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
