@@ -1,4 +1,4 @@
-"""Rewrites: the order is that of the list, a broken graph is caught at the pass that made it, and plans say what ran."""
+"""Rewrites: the order is that of the list, a broken graph is caught at the pass that made it, plans say what ran."""
 
 from __future__ import annotations
 
