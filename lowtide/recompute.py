@@ -66,7 +66,7 @@ def recompute(function: F) -> F:
         return function
     if isinstance(function, nn.Module):
         module: Any = function
-        kind: type[nn.Module] = type(module)
+        kind: Any = type(module)
         module.__class__ = _forgetful_class(kind)
         return function
     if not callable(function) or isinstance(function, type):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any
@@ -20,9 +20,15 @@ from lowtide.report.modules import fold_paths, pattern
 from lowtide.report.profile import TOP
 from lowtide.report.show import TIMES, WIDEST, Heading
 from lowtide.report.table import Table
+from lowtide.rewrites import Exactness, Rewrite, exactness
 
 Where = tuple[str, str, Phase]  # module, target and phase of ops that are alike
 Layer = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]  # pattern of the path, targets with the shapes made
+KEEPS: Mapping[Exactness, str] = {
+    "bitwise": "every bit is eager's",
+    "rounding": "the same up to rounding",
+    "lossy": "other numbers than eager's",
+}
 ROWS = 15  # of a table; what is left is counted in a last one
 
 
@@ -73,6 +79,7 @@ class Summary:
     packing_seconds: float  # of runs that make narrow values and use them, less those that they stand in for
     in_place: int  # results that take the bytes of an argument, where eager allocates
     in_place_nbytes: int
+    rewrites: tuple[Rewrite, ...] = ()  # that changed the captured step before it was planned
 
     @property
     def gap(self) -> float:
@@ -107,6 +114,7 @@ class Summary:
             "forgotten": [_row(item) for item in self.forgotten],
             "packing_seconds": self.packing_seconds,
             "in_place": {"count": self.in_place, "bytes": self.in_place_nbytes},
+            "rewrites": [asdict(rewrite) for rewrite in self.rewrites],
         }
 
 
@@ -138,6 +146,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
         packing_seconds=_storing(graph, costs, runs),
         in_place=len(places),
         in_place_nbytes=sum(costs.nbytes[made] for made in places),
+        rewrites=plan.rewrites,
     )
 
 
@@ -269,6 +278,9 @@ def _promise(summary: Summary, asked: str) -> Table:
     if summary.in_place:
         results = f"{summary.in_place:,} results take the bytes of an argument"
         rows.append(("in place", show_bytes(summary.in_place_nbytes), results))
+    if summary.rewrites:
+        names = ", ".join(map(str, summary.rewrites))
+        rows.append(("rewritten", names, KEEPS[exactness(summary.rewrites)]))
     narrow = [item for item in summary.kept if item.narrow]
     if narrow:
         wide = show_bytes(sum(item.wide_nbytes for item in narrow))
