@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.execute import Batch
 from lowtide.execute.binding import Binding
 from lowtide.fit import fit
 from lowtide.models.steps import classify
@@ -39,11 +40,12 @@ def cost_of_guards(modules: int) -> GuardCost:
     train = fit(classify, model, optimizer, example=example, budget="100%", costs="roofline", time_limit=0.5)
     steps = [_timed(train, *example) for _ in range(10)]
     binding = Binding(train.captured)
-    inputs, graph = binding.inputs(binding.check(example)), train.captured.graph
+    given = Batch.of(example)
+    inputs, graph = binding.inputs(binding.check(given)), train.captured.graph
     kinds = [graph.values[item.value].kind for item in graph.inputs]
     states = [tensor for kind, tensor in zip(kinds, inputs, strict=True) if kind == "state"]
-    whole = [_timed(_check, binding, example, states) for _ in range(ROUNDS)]
-    batch = [_timed(binding.check_batch, example) for _ in range(ROUNDS)]
+    whole = [_timed(_check, binding, given, states) for _ in range(ROUNDS)]
+    batch = [_timed(binding.check_batch, given) for _ in range(ROUNDS)]
     guards = train.captured.guards
     return GuardCost(
         modules=sum(1 for _ in model.modules()),
@@ -59,7 +61,7 @@ def limit(modules: int) -> float:
     return LIMITS.get(modules, max(50e-6, modules * 1e-6))
 
 
-def _check(binding: Binding, batch: tuple[Any, ...], states: list[Any]) -> None:
+def _check(binding: Binding, batch: Batch, states: list[Any]) -> None:
     binding.check(batch)
     binding.check_states(states)
 
