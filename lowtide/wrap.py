@@ -177,7 +177,7 @@ def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: tuple[Plac
 
 IN_HALVES = Manner(
     _capture_whole,
-    Halves,
+    lambda runner: Halves(runner).run,
     "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager.",
 )
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide import tree
+from lowtide.execute import Batch
 from lowtide.execute.binding import Binding
 from lowtide.fit import fit
 from lowtide.models.steps import classify
@@ -44,7 +45,7 @@ def cost_of_guards(modules: int) -> GuardCost:
     train = fit(classify, model, optimizer, example=example, budget="100%", costs="roofline", time_limit=0.5)
     steps = [_timed(train, *example) for _ in range(10)]
     binding = Binding(train.captured)
-    known = binding.inputs(binding.check(example))
+    known = binding.inputs(binding.check(Batch.of(example)))
     rounds = [
         (_timed(_with_guards, binding, example), _timed(_without, binding, example, known)) for _ in range(ROUNDS)
     ]
@@ -65,7 +66,7 @@ def limit(modules: int) -> float:
 
 
 def _with_guards(binding: Binding, batch: tuple[Any, ...]) -> None:
-    binding.inputs(binding.check(batch))
+    binding.inputs(binding.check(Batch.of(batch)))
 
 
 def _without(binding: Binding, batch: tuple[Any, ...], known: list[Any]) -> None:

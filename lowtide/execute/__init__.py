@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lowtide.execute.batch import Batch, Key
 from lowtide.execute.halves import Half, Halves
 from lowtide.execute.runner import Runner, execute
 from lowtide.execute.stale import StaleError
 
-__all__ = ["Half", "Halves", "Runner", "StaleError", "execute"]
+__all__ = ["Batch", "Half", "Halves", "Key", "Runner", "StaleError", "execute"]

@@ -10,9 +10,10 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide import private, tree
+from lowtide import private
 from lowtide.captured import Captured, Computed, Slot, TensorSpec
 from lowtide.errors import BatchError
+from lowtide.execute.batch import Batch, is_settled, key_of
 from lowtide.execute.effects import repeat
 from lowtide.execute.stale import StaleError
 from lowtide.execute.tensors import Slots, States
@@ -26,6 +27,7 @@ class Binding:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         graph = captured.graph
+        self.key, self.settled = key_of(captured), is_settled(captured.batch_leaves)
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
         self.told = False  # the effects of the step are done already
@@ -58,7 +60,7 @@ class Binding:
             item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.stays
         }
 
-    def check(self, batch: tuple[Any, ...]) -> list[Any]:
+    def check(self, batch: Batch) -> list[Any]:
         """The leaves of the batch, after checking that the program fits the call; nothing is changed."""
         try:
             leaves = self.check_batch(batch)
@@ -74,7 +76,7 @@ class Binding:
         self.drawn = self.draw()
         return leaves
 
-    def take(self, batch: tuple[Any, ...]) -> list[Any]:
+    def take(self, batch: Batch) -> list[Any]:
         """What the program is given, if it fits this batch and the model; the optimizer's state is made if missing."""
         return self.inputs(self.check(batch))
 
@@ -155,10 +157,12 @@ class Binding:
             return int(number) if leaf.integer else number
         return outputs[leaf]
 
-    def check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
+    def check_batch(self, batch: Batch) -> list[Any]:
         """The leaves of the batch, if it looks like the example."""
         captured = self.captured
-        leaves, structure = tree.flatten(batch)
+        leaves, structure = batch.leaves, batch.structure
+        if self.settled and batch.key == self.key:
+            return leaves
         if structure != captured.batch:
             raise BatchError(
                 f"the batch is {structure}, the step was captured with {captured.batch}.",

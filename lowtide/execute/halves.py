@@ -9,6 +9,7 @@ import torch
 
 from lowtide import kernels, private
 from lowtide.errors import UsageError
+from lowtide.execute.batch import Batch
 from lowtide.execute.call import Call
 from lowtide.execute.failure import let_go
 from lowtide.execute.runner import Runner
@@ -17,7 +18,7 @@ from lowtide.program import Program, Run
 
 
 class Halves:
-    """A captured step with a turn: call it with a batch for its first half."""
+    """A captured step with a turn: run it on a batch for its first half."""
 
     def __init__(self, runner: Runner) -> None:
         graph = runner.captured.graph
@@ -26,7 +27,7 @@ class Halves:
         self.given = [graph.values[value].stride for value in turn.outputs if value is not None]
         self.inputs_again, self.outputs_again = _read_after_turn(graph, runner.program)
 
-    def __call__(self, *batch: Any) -> Half:
+    def run(self, batch: Batch) -> Half:
         """The first half of a step on this batch."""
         return Half(self, batch)
 
@@ -37,7 +38,7 @@ class Half:
     _call: Call | None = None  # one that is not made yet, or was interrupted before, holds nothing
     _program: Generator[list[Any], list[Any], list[Any]] | None = None
 
-    def __init__(self, halves: Halves, batch: tuple[Any, ...]) -> None:
+    def __init__(self, halves: Halves, batch: Batch) -> None:
         runner = halves.runner
         self.captured = runner.captured
         self.outputs: list[Any] = []  # what the step hands over

@@ -8,6 +8,7 @@ from typing import Any
 from lowtide import private
 from lowtide.captured import Captured
 from lowtide.execute.arrangement import Arrangement
+from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
 from lowtide.execute.call import Call
 from lowtide.execute.lessons import Lessons
@@ -34,6 +35,10 @@ class Runner:
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
+        return self.run(Batch.of(batch))
+
+    def run(self, batch: Batch) -> Any:
+        """The same, on a batch that is taken apart already."""
         inputs = self.binding.take(batch)
         call = self.call()
         try:

@@ -11,7 +11,8 @@ from lowtide.captured import Captured
 from lowtide.changes import Changes
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
-from lowtide.execute import StaleError
+from lowtide.execute import Batch, Key, StaleError
+from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
@@ -22,7 +23,6 @@ from lowtide.verify import Verifier, announce, refuse_call
 __all__ = ["CostsFrom", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
 
 ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
-KEPT = 64  # programs that are kept, the latest first
 
 
 class Fitted:
@@ -37,7 +37,9 @@ class Fitted:
         self._request, self._manner = request, manner
         self._changes = Changes()
         self._maker = Maker(request, manner)
-        self._kept = [Pressure(self._maker.make(example), self._maker)]
+        self._kept = Kept[Pressure]()
+        made = self._maker.make(example)
+        self._keep(Batch.of(example).key, made)
         self.verifier: Verifier | None = None  # of the steps that run beside eager
 
     def __call__(self, *batch: Any) -> Any:
@@ -49,26 +51,29 @@ class Fitted:
 
     def _call(self, *batch: Any) -> Any:
         stale: StaleError | None = None
-        for one in self._kept:
+        given = Batch.of(batch)
+        for one in self._kept.candidates(given.key):
             try:
-                result = one.take(batch)
+                result = one.take(given)
             except StaleError as error:
                 stale = stale or error
                 continue
-            if one is not self._kept[0]:
-                self._kept.remove(one)
-                self._kept.insert(0, one)
+            self._kept.use(given.key, one)
             one.hold()
             return result
         assert stale is not None
         self._changes.note(stale.change)
         self._request.say(f"{stale.change.what}: the step is captured anew, within the same budget")
         made = self._maker.make(batch, self._changes.numbers, known=self._latest)
-        self._kept.insert(0, Pressure(made, self._maker))
-        del self._kept[KEPT:]
-        result = self._kept[0].take(batch)
-        self._kept[0].hold()
+        one = self._keep(given.key, made)
+        result = one.take(given)
+        one.hold()
         return result
+
+    def _keep(self, key: Key, made: Fit) -> Pressure:
+        one = Pressure(made, self._maker)
+        self._kept.use(key, one)
+        return one
 
     @property
     def captured(self) -> Captured:
@@ -147,7 +152,7 @@ class Fitted:
 
     @property
     def _latest(self) -> Fit:
-        return self._kept[0].fit
+        return self._kept.latest.fit
 
 
 def fit(

@@ -16,7 +16,7 @@ from lowtide.check import check
 from lowtide.choice import Choice, choose, eager_peak, given
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
-from lowtide.execute import Runner, execute
+from lowtide.execute import Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
@@ -35,7 +35,7 @@ class Manner:
     """How a step is captured and how its program is called: the whole step, or in some other way."""
 
     capture: Callable[[Request, tuple[Any, ...], Numbers], Captured]
-    caller: Callable[[Runner], Callable[..., Any]]  # what is called with a batch
+    caller: Callable[[Runner], Callable[[Batch], Any]]  # what takes a step on a batch
     alone: str | None = None  # why its steps can't run beside eager's; None: they can
 
 
@@ -43,7 +43,7 @@ def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -
     return capture(request.step, request.model, request.optimizer, batch, numbers=numbers)
 
 
-WHOLE = Manner(_capture_whole, lambda runner: runner)
+WHOLE = Manner(_capture_whole, lambda runner: runner.run)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fit:
     """The step for batches of one kind."""
 
     runner: Runner
-    call: Callable[..., Any]  # by the runner, in the manner of the step
+    call: Callable[[Batch], Any]  # by the runner, in the manner of the step
     plan: Plan
     costs: Costs
     eager_peak: int  # bytes, predicted

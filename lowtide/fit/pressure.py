@@ -20,6 +20,7 @@ from typing import Any
 from lowtide.allocator.arena import ArenaError, give_back
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, LowtideWarning
+from lowtide.execute import Batch
 from lowtide.fit.make import Fit, Maker
 
 TIGHTER = 3  # times at most that a step is planned anew because it held more than its budget, or finds less memory
@@ -47,19 +48,19 @@ class Pressure:
         self._shrunk = 0  # times that there was no memory for its arena
         self._tightened = 0  # times that it held more than the limit
 
-    def take(self, batch: tuple[Any, ...]) -> Any:
+    def take(self, batch: Batch) -> Any:
         """One step; where the system has no memory for its arena, it is planned anew with less, a few times."""
         while self.state is not State.YIELDS:
             self.fit.runner.arrangement.beside = BESIDE + self.fit.costs.code if self.state is State.NEW else 0
             try:
-                result = self.fit.call(*batch)
+                result = self.fit.call(batch)
             except ArenaError as error:  # before anything ran
                 self._shrink(error)
                 continue
             self.state = State.INSISTS
             return result
         self.fit.runner.arrangement.beside = None
-        return self.fit.call(*batch)
+        return self.fit.call(batch)
 
     def hold(self) -> None:
         """After a step: where it held more than the limit, or would in the arena, plan anew.
