@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph
-from lowtide.lossy import RECURRENT, cut, longest
-from lowtide.plan import as_eager, with_narrow
+from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan
+from lowtide.rewrite import EXACT, RECURRENT, Rewritten, apply, chunks, longest, with_narrow
+from lowtide.rewrites import exactness
 from lowtide.simulate import simulate
 
 SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
@@ -26,18 +27,22 @@ class Choice:
 
     graph: Graph  # with its optional ops
     costs: Costs
-    plan: Plan
-    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+    plan: Plan  # which says what rewrites led from the captured graph to this one
     eager_peak: int  # bytes, predicted; eager's layers are whole
 
+    @property
+    def chunks(self) -> int:
+        """Into how many recurrent layers are cut in time; 1: they are whole."""
+        return next((int(one.setting or 1) for one in self.plan.rewrites if one.name == "chunks"), 1)
 
-def candidates(graph: Graph, *, rounding: bool) -> Iterator[tuple[int, Graph]]:
-    """The graphs that may be planned for a captured one, the exact one first, with the chunks of recurrent layers."""
-    yield 1, with_narrow(graph)
-    chunks, moments = 2, longest(graph) if rounding else 0
-    while moments >= SHORTEST * chunks:
-        yield chunks, with_narrow(cut(graph, chunks))
-        chunks *= 2
+
+def candidates(graph: Graph, *, rounding: bool) -> Iterator[Rewritten]:
+    """What may be planned for a captured graph: the exact one first, then those with layers in ever more chunks."""
+    yield apply(graph, EXACT)
+    count, moments = 2, longest(graph) if rounding else 0
+    while moments >= SHORTEST * count:
+        yield apply(graph, (chunks(count), *EXACT))
+        count *= 2
 
 
 def choose(
@@ -54,14 +59,15 @@ def choose(
     best: Choice | None = None
     failure: BudgetError | None = None
     eager_peak = 0
-    for chunks, candidate in candidates(graph, rounding=rounding):
+    for rewritten in candidates(graph, rounding=rounding):
+        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         costs = price(candidate)
-        if chunks == 1:
+        if exact:
             eager_peak = simulate(candidate, costs, as_eager(candidate)).peak
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             continue  # slower, even if nothing runs twice
         try:
-            found = search(candidate, costs, eager_peak)
+            found = replace(search(candidate, costs, eager_peak), rewrites=rewritten.rewrites)
         except BudgetError as error:
             if not rounding:
                 if not _helps(graph, candidate, costs):
@@ -72,8 +78,8 @@ def choose(
             continue
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
         if found.seconds < limit:
-            best = Choice(candidate, costs, found, chunks, eager_peak)
-        if chunks == 1 and found.seconds <= found.base_seconds:
+            best = Choice(candidate, costs, found, eager_peak)
+        if exact and found.seconds <= found.base_seconds:
             break  # nothing runs twice, and every bit is eager's
     if best is None:
         assert failure is not None
@@ -92,7 +98,8 @@ def given(
 ) -> Choice:
     """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
     failure: FileError | None = None
-    for chunks, candidate in candidates(graph, rounding=rounding):
+    for rewritten in candidates(graph, rounding=rounding):
+        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
             continue
         try:
@@ -101,9 +108,11 @@ def given(
             failure = failure or error
             continue
         costs = price(candidate)
-        whole = candidate if chunks == 1 else with_narrow(graph)
-        eager_peak = simulate(whole, costs if chunks == 1 else price(whole), as_eager(whole)).peak
-        return Choice(candidate, costs, found, chunks, eager_peak)
+        whole = candidate if exact else with_narrow(graph)
+        eager_peak = simulate(whole, costs if exact else price(whole), as_eager(whole)).peak
+        if found.rewrites != rewritten.rewrites:  # a file from before plans said which
+            found = replace(found, rewrites=rewritten.rewrites)
+        return Choice(candidate, costs, found, eager_peak)
     if failure is None:
         raise UsageError("the plan is one of another step.", hint="plan this step.")
     if rounding or not longest(graph):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lowtide import files
 from lowtide.errors import FileError
 from lowtide.files.shapes import Absent, Misshapen, Shape, amount, flag, many, maybe, record, row, text, whole, word
-from lowtide.graph import Graph
-
-Place = Literal["device", "host", "disk"]
+from lowtide.graph import Graph, Place
+from lowtide.rewrites import REWRITE, Rewrite, encode_rewrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,7 @@ class Plan:
     bound_seconds: float  # of one step: no program within the budget is quicker
     least_bound: int  # bytes: no program has a lower peak
     planning_seconds: float
+    rewrites: tuple[Rewrite, ...] = ()  # that changed the captured step before it was planned; files may not say
 
     @property
     def bound(self) -> float:
@@ -107,6 +107,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file: the program, and beside it what it promises."""
         promise = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "program"}
+        promise["rewrites"] = [encode_rewrite(rewrite) for rewrite in self.rewrites]
         files.save(path, "program", {**_encode_program(self.program), "promise": promise}, force=force)
 
     @staticmethod
@@ -220,5 +221,6 @@ PROMISE = record(
         "bound_seconds": amount,
         "least_bound": _number,
         "planning_seconds": amount,
+        "rewrites": Absent(many(REWRITE), ()),  # files from before there were any have none
     }
 )

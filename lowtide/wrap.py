@@ -6,7 +6,6 @@ with the gradients that it comes back with. To autograd all of it is one functio
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import tree
+from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
 from lowtide.execute import Half, Halves
-from lowtide.fit import CostsFrom, Fitted, Tell
+from lowtide.fit import CostsFrom, Fitted, Manner, PlanFrom, Request, Tell
+from lowtide.guards import Place
 from lowtide.plan import TIME_LIMIT
-from lowtide.program import Plan, Program
 
 PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # of a Module
 
@@ -30,7 +30,7 @@ def wrap(
     *,
     example: tuple[Any, ...] | Mapping[str, Any],
     budget: int | str | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: PlanFrom | None = None,
     time_limit: float = TIME_LIMIT,
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
@@ -55,8 +55,8 @@ def wrap(
         )
     _refuse_autocast()
     batch = (example, {}) if isinstance(example, tuple) else ((), dict(example))
-    fitted = _Halved(_Whole, model, None, _detached(batch), budget, plan, time_limit, tell, costs, rounding=False)
-    return Wrapped(model, fitted)
+    request = Request(model, model, budget=budget, plan=plan, time_limit=time_limit, costs=costs, tell=tell)
+    return Wrapped(model, Fitted(request, _detached(batch), IN_HALVES))
 
 
 class Wrapped(nn.Module):
@@ -122,29 +122,6 @@ class Wrapped(nn.Module):
         )
 
 
-class _Halved(Fitted):
-    """A step with a turn."""
-
-    def _capture(self, batch: tuple[Any, ...]) -> Captured:
-        captured = self._trace(self._step(), None, batch)
-        if not captured.foreseen:
-            names = ", ".join(effect.place.name for effect in captured.effects[:4])
-            raise CaptureError(
-                f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
-                hint="return it from the forward, or give the whole step to lowtide.fit.",
-            )
-        return replace(captured, gradients={}, trained=())  # gradients are autograd's business
-
-    def _execute(self, captured: Captured, program: Program, nbytes: Sequence[int]) -> Halves:
-        return Halves(captured, program, nbytes)
-
-    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
-        raise UsageError(
-            "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager.",
-            hint="give the whole step to lowtide.fit(step, model, optimizer, example=..., verify=3).",
-        )
-
-
 @dataclass(frozen=True)
 class _Ends:
     """What a model returns: its tensors, those with a history first, and where they go."""
@@ -185,6 +162,24 @@ class _Whole:
             given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
         gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
         return roots, others, gradients, given
+
+
+def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
+    captured = capture(_Whole(), request.model, None, batch, numbers=numbers)
+    if not captured.foreseen:
+        names = ", ".join(effect.place.name for effect in captured.effects[:4])
+        raise CaptureError(
+            f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
+            hint="return it from the forward, or give the whole step to lowtide.fit.",
+        )
+    return replace(captured, gradients={}, trained=())  # gradients are autograd's business
+
+
+IN_HALVES = Manner(
+    _capture_whole,
+    Halves,
+    "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager.",
+)
 
 
 class _Turn(torch.autograd.Function):

@@ -17,11 +17,12 @@ from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
 from lowtide.measure import roofline
-from lowtide.plan import TIME_LIMIT, as_eager, curve, with_narrow
+from lowtide.plan import TIME_LIMIT, as_eager, curve
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.plan.planning import Planning
 from lowtide.plan.problem import problem
 from lowtide.program import Plan
+from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate
 
 BUDGETS = (70.0, 50.0, 30.0, 20.0, 10.0)  # percent of the step's own part without recomputation

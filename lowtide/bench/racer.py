@@ -27,7 +27,8 @@ from lowtide.cli.target import Built, build
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.fit import Fitted, fit
 from lowtide.measure import measure
-from lowtide.plan import as_eager, least, with_narrow
+from lowtide.plan import as_eager, least
+from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate
 
 SEED = 1234

@@ -23,9 +23,10 @@ from lowtide.cli.talk import answering, show, show_json, show_text, talk, workin
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph
-from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager, with_narrow
+from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
+from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate
 
 BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what stays between steps and half "

@@ -74,6 +74,10 @@ class Binding:
         self.drawn = self.draw()
         return leaves
 
+    def take(self, batch: tuple[Any, ...]) -> list[Any]:
+        """What the program is given, if it fits this batch and the model; the optimizer's state is made if missing."""
+        return self.inputs(self.check(batch))
+
     def inputs(self, leaves: list[Any]) -> list[Any]:
         """The tensors and numbers of this call."""
         found = self.hold()

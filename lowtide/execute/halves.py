@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from lowtide import kernels, private
-from lowtide.captured import Captured
 from lowtide.errors import UsageError
-from lowtide.execute.failure import failed, let_go
+from lowtide.execute.call import Call
+from lowtide.execute.failure import let_go
 from lowtide.execute.runner import Runner
 from lowtide.graph import Graph
 from lowtide.program import Program, Run
 
 
-class Halves(Runner):
+class Halves:
     """A captured step with a turn: call it with a batch for its first half."""
 
-    def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
-        super().__init__(captured, program, nbytes)
-        graph = captured.graph
+    def __init__(self, runner: Runner) -> None:
+        graph = runner.captured.graph
         turn = next(op for op in graph.ops if op.target == kernels.TURN)
+        self.runner = runner
         self.given = [graph.values[value].stride for value in turn.outputs if value is not None]
-        self.inputs_again, self.outputs_again = _read_after_turn(graph, program)
+        self.inputs_again, self.outputs_again = _read_after_turn(graph, runner.program)
 
     def __call__(self, *batch: Any) -> Half:
         """The first half of a step on this batch."""
@@ -36,36 +34,34 @@ class Halves(Runner):
 class Half:
     """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
 
-    _stack: ExitStack | None = None  # one that is not made yet, or was interrupted before, holds nothing
+    _call: Call | None = None  # one that is not made yet, or was interrupted before, holds nothing
     _program: Generator[list[Any], list[Any], list[Any]] | None = None
 
-    def __init__(self, runner: Halves, batch: tuple[Any, ...]) -> None:
+    def __init__(self, halves: Halves, batch: tuple[Any, ...]) -> None:
+        runner = halves.runner
         self.captured = runner.captured
         self.outputs: list[Any] = []  # what the step hands over
-        self._runner = runner
-        self._stack = stack = ExitStack()
-        self._before = len(runner.program.instructions)
-        self._cursor = array("q", [self._before])
-        inputs = runner._inputs(batch)
-        needed = [(name, inputs[place]) for place, name in runner.inputs_again]
+        self._halves = halves
+        inputs = runner.binding.take(batch)
+        needed = [(name, inputs[place]) for place, name in halves.inputs_again]
+        self._call = call = runner.call()
         try:
-            self._context = runner._arrange(stack, self._cursor)
-            self._program = runner._begin(inputs, stack, self._cursor)
+            self._program = call.begin(runner.function, inputs)
             with torch.enable_grad(), private.below_autograd():
                 self.outputs = next(self._program)
-            if self._context is not None:
-                self._context.pause()
+            call.hand_over()
         except BaseException as error:
             inputs.clear()
-            self._failed(error, runner._state)
+            self._failed(call, error)
             raise
-        runner._binding.tell()
-        needed += [("an output of the model", self.outputs[place]) for place in runner.outputs_again]
+        runner.binding.tell()
+        needed += [("an output of the model", self.outputs[place]) for place in halves.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
-        if self._program is None:
+        runner, call = self._halves.runner, self._call
+        if self._program is None or call is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
                 hint="what it held is gone: run the forward again. retain_graph does not keep it.",
@@ -77,21 +73,19 @@ class Half:
             )
         self._unchanged()
         try:
-            found = [_strided(tensor, stride) for tensor, stride in zip(given, self._runner.given, strict=True)]
-            if self._context is not None:
-                self._context.resume(sum(tensor.nbytes for tensor in found))
+            found = [_strided(tensor, stride) for tensor, stride in zip(given, self._halves.given, strict=True)]
+            call.take_back(sum(tensor.nbytes for tensor in found))
             try:
                 # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
                 with torch.enable_grad(), private.below_autograd():
                     self._program.send(found)
             except StopIteration as end:
-                result = self._runner._binding.leave(end.value)
+                result = runner.binding.leave(end.value)
             self.close()
         except BaseException as error:
-            self._failed(error, None)
+            self._failed(call, error)
             raise
-        if self._context is not None:
-            self._runner._learn(self._context.step)
+        call.teach(runner.lessons)
         return result
 
     def close(self) -> None:
@@ -99,8 +93,8 @@ class Half:
         program, self._program = self._program, None
         if program is not None:
             program.close()
-        if self._stack is not None:
-            self._stack.close()
+        if self._call is not None:
+            self._call.close()
         self.outputs = []
         self._needed = []
 
@@ -116,11 +110,10 @@ class Half:
                     hint="make a new tensor instead (y = y + 1), or change it after backward().",
                 )
 
-    def _failed(self, error: BaseException, state: bytes | None) -> None:
+    def _failed(self, call: Call, error: BaseException) -> None:
         let_go(error)
         self.close()
-        reached = self._cursor[0] if self._cursor[0] < self._before else -1
-        failed(self.captured.graph, self._runner.program, reached, error, state)
+        call.fail(error)
 
 
 def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

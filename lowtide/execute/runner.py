@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
-import torch
-
-from lowtide import allocator, private
-from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import POOL, ArenaError, Step, Stepping, Tape, stepping
-from lowtide.budget import allowance
+from lowtide import private
 from lowtide.captured import Captured
-from lowtide.errors import LowtideWarning
+from lowtide.execute.arrangement import Arrangement
 from lowtide.execute.binding import Binding
-from lowtide.execute.failure import failed, let_go
-from lowtide.execute.places import Places
+from lowtide.execute.call import Call
+from lowtide.execute.lessons import Lessons
 from lowtide.execute.source import generate
-from lowtide.execute.tape import places, temporaries
 from lowtide.program import Program
-
-LESSONS = 3  # steps at most that learn: the first one may allocate for good, as a warm-up does
 
 
 class Runner:
@@ -35,135 +23,49 @@ class Runner:
     """
 
     def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
+        graph = captured.graph
         self.captured = captured
         self.program = program
-        self.insists = False  # on memory: without what its arena needs it raises an ArenaError, and has run nothing
-        self.beside = 0  # bytes that libraries will take beside the step, if it insists
-        self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
-        self.most: int | None = None  # bytes: the metered ones or, after a step that learned, what the next will hold
-        self.mismatches = 0  # allocations of all steps that did not follow the plan
-        self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
-        self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
-        self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
-        self._binding = Binding(captured)
-        self._function, self.source = generate(captured.graph, program)
-        self._cursor = array("q", [0])
-        self._state: bytes | None = None  # of the generator before the step
-        self._tape: Tape | None = None
-        self._lessons = LESSONS
-        if self.arena_bytes:
-            POOL.expect(self, self.arena_bytes)
-        elif program.arena and captured.graph.device == "cpu" and (error := _missing()) is not None:
-            _without_arena(error.message, error.hint)
+        self.function, self.source = generate(graph, program)
+        self.binding = Binding(captured)  # between the caller's objects and the function
+        counted = nbytes if nbytes is not None else [value.nbytes for value in graph.values]
+        self.lessons = Lessons(graph, program, counted)  # what its steps taught
+        self.arrangement = Arrangement(graph.device, program.arena, self.lessons)  # where its steps allocate
+
+    def __call__(self, *batch: Any) -> Any:
+        """One training step on this batch; returns what the step returns, detached."""
+        inputs = self.binding.take(batch)
+        call = self.call()
+        try:
+            with private.below_autograd():
+                outputs = call.begin(self.function, inputs)
+            call.close()
+            result = self.binding.leave(outputs)
+        except BaseException as error:
+            inputs.clear()
+            call.fail(error)
+            raise
+        call.teach(self.lessons)
+        return result
+
+    def call(self) -> Call:
+        """One call of the program, for whoever takes it in steps of its own."""
+        return Call(self.binding, self.program, self.arrangement)
 
     @property
     def arena_bytes(self) -> int:
         """The bytes of the arena that the steps run in; 0 where there is none."""
-        return self.program.arena if self._arranged() else 0
+        return self.arrangement.nbytes
 
-    def __call__(self, *batch: Any) -> Any:
-        """One training step on this batch; returns what the step returns, detached."""
-        inputs = self._inputs(batch)
-        before = self._cursor[0] = len(self.program.instructions)
-        self._state = None
-        stack = ExitStack()
-        try:
-            with stack:
-                context = self._arrange(stack, self._cursor)
-                with private.below_autograd():
-                    outputs = self._begin(inputs, stack, self._cursor)
-            result = self._binding.leave(outputs)
-        except BaseException as error:
-            stack.close()  # an interruption may come before the `with` does it
-            inputs.clear()
-            let_go(error)
-            reached = self._cursor[0] if self._cursor[0] < before else -1
-            failed(self.captured.graph, self.program, reached, error, self._state)
-            raise
-        if context is not None:
-            self._learn(context.step)
-        return result
+    @property
+    def peak(self) -> int | None:
+        """The most bytes that any step held, metered."""
+        return self.lessons.peak
 
-    def _arranged(self) -> bool:
-        return self.captured.graph.device == "cpu" and _missing() is None
-
-    def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
-        """What the program is given, if it fits this batch and the model."""
-        return self._binding.inputs(self._binding.check(batch))
-
-    def _arrange(self, stack: ExitStack, cursor: array[int]) -> Stepping | None:
-        """Let what this thread allocates go where it is planned, until the stack ends; None where that can't be."""
-        if not self._arranged():
-            return None
-        arena = None
-        if self._tape is not None and self.program.arena:
-            try:
-                arena = stack.enter_context(POOL.borrow(self.program.arena))
-            except ArenaError as error:
-                if self.insists:
-                    raise
-                # What is alive at a time, which is less, may still fit.
-                _without_arena(error.message, error.hint, metered=True)
-                self._tape = None
-        if self._tape is None:
-            POOL.empty()  # a step that learns needs the memory
-            if self.insists:
-                self._look_for_room()
-        context = stepping(cursor, self._tape, arena)
-        stack.callback(context.end)  # an interruption may come before the next line is done
-        try:
-            stack.enter_context(context)
-        except AllocatorUnavailable as error:
-            _without_arena(error.message, error.hint)
-            return None
-        return context
-
-    def _look_for_room(self) -> None:
-        """Raise an ArenaError where the limits of this process leave too little for the step."""
-        left, adds = allowance(), self.program.arena
-        if left is not None and left < adds + self.beside:
-            raise ArenaError(
-                f"the limits of this process leave it {left:,} bytes; the step takes {adds:,} of them, and libraries "
-                f"may take {self.beside:,} beside it.",
-                hint="give a smaller budget, or a larger limit.",
-                short=adds + self.beside - left,
-            )
-
-    def _begin(self, inputs: list[Any], stack: ExitStack, cursor: array[int]) -> Any:
-        """Call the program."""
-        generator = torch.default_generator
-        if self.captured.graph.random:
-            self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
-        stored = Places(self.captured.graph.device)
-        stack.callback(stored.close)
-        self._binding.take_gradients()
-        return self._function(inputs, generator, stored, cursor)
-
-    def _learn(self, step: Step) -> None:
-        """After a step: note its peak, or make the tape of what it allocated."""
-        if self._tape is not None:
-            self.mismatches += step.mismatches
-            peak = self._before + self.program.arena + step.outside
-            if step.mismatches and self._lessons:
-                self._tape = None  # the next step learns again, and shows whether the plan is to blame
-                self.peak = max(self.peak or 0, peak)
-            else:
-                self._note(peak)
-            return
-        self._lessons = max(0, self._lessons - 1)
-        found = places(self.captured.graph, self.program, self._nbytes, step.events)
-        self.temporaries = temporaries(self.captured.graph, self.program, self._nbytes, step.events)
-        try:
-            self._tape = Tape(found.start, found.nbytes, found.offset)
-        except ArenaError:  # the step is done all the same; the next one learns again
-            return
-        if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
-            self._note(self._before + step.outside)
-            self.most = max(self.most or 0, self._before + self.program.arena + found.outside)
-
-    def _note(self, peak: int) -> None:
-        self.peak = max(self.peak or 0, peak)
-        self.most = max(self.most or 0, peak)
+    @property
+    def mismatches(self) -> int:
+        """How many allocations of all steps did not come as they were planned; they went outside the arena."""
+        return self.lessons.mismatches
 
 
 def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> Runner:
@@ -172,25 +74,3 @@ def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None =
     `nbytes` is for each value what the plan counted with, where that is not what the graph declares.
     """
     return Runner(captured, program, nbytes)
-
-
-@cache
-def _missing() -> AllocatorUnavailable | None:
-    """Why steps can't run in an arena here, if they can't."""
-    try:
-        allocator.build.load()
-    except AllocatorUnavailable as error:
-        return error
-    return None
-
-
-@cache
-def _without_arena(why: str, hint: str | None, *, metered: bool = False) -> None:
-    """Say, once, that steps run without an arena."""
-    how = "" if metered else ", and unmetered"
-    warnings.warn(
-        f"steps run without an arena{how}: {why} They hold no more at a time than planned, but the heap may need more, "
-        f"and they are slower.\nhint: {hint}",
-        LowtideWarning,
-        stacklevel=2,
-    )

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from lowtide.allocator.arena import Event
 from lowtide.allocator.scratch import NEVER, Block, aligned, arrange, blocks_of, height, most
 from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Program, Run
-
-OUTSIDE = -1  # of the arena
+from lowtide.lifetimes import OUTSIDE, lifetimes
+from lowtide.program import Copy, Program, Run
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,13 @@ class Places:
     strays: int = 0  # allocations that should have been in the arena and are not
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Planned:
     """A block as the plan has it."""
 
     nbytes: int
     offset: int
-    gone: int = NEVER
+    gone: int  # the last instruction that may allocate while it is there
 
 
 def places(graph: Graph, program: Program, nbytes: Sequence[int], events: Iterable[Event]) -> Places:
@@ -109,40 +108,25 @@ def _plan(
     graph: Graph, program: Program, nbytes: Sequence[int]
 ) -> tuple[dict[int, list[_Planned]], dict[int, tuple[int, ...]]]:
     """For each instruction the blocks that it puts into the arena, and the offsets meant for what it drops again."""
+    found = lifetimes(graph, program, nbytes)
+    allocating = [n for n, item in enumerate(program.instructions) if isinstance(item, (Run, Copy))]
     blocks: dict[int, list[_Planned]] = {}
     spare: dict[int, tuple[int, ...]] = {}
-    holding: dict[int, _Planned | None] = {}
-    now = 0  # the last instruction that may allocate
-    for number, instruction in enumerate(program.instructions):
-        match instruction:
-            case Free(value, "device"):
-                block = holding.pop(value, None)
-                if block is not None:
-                    block.gone = now
-            case Copy(value, "device", offset):
-                now = number
-                holding[value] = _Planned(nbytes[value], offset) if offset >= 0 else None
-                blocks[number] = [block for block in (holding[value],) if block is not None]
-            case Copy():
-                now = number
-            case Run(op, at, over, again):
-                now = number
-                onto, row = dict(over), []
-                makes = graph.makes_of(op, again=again)
-                passing = list(at[len(makes) :])
-                for value, offset in zip(makes, at, strict=False):
-                    if value in onto:
-                        holding[value] = holding.pop(onto[value], None)
-                    elif value in holding:
-                        passing.append(offset)
-                    else:
-                        holding[value] = _Planned(nbytes[value], offset) if offset >= 0 else None
-                        row.append(holding[value])
-                blocks[number] = [block for block in row if block is not None and block.nbytes]
-                spare[number] = tuple(offset for offset in passing if offset >= 0)
-            case _:
-                pass
+    for number, row in enumerate(found.made):
+        made = [found.blocks[k] for k in row if found.blocks[k].first == number and found.blocks[k].offset != OUTSIDE]
+        passing = sorted((block for block in made if block.dropped or not block.holds), key=lambda one: one.dropped)
+        spare[number] = tuple(block.offset for block in passing)
+        blocks[number] = [
+            _Planned(block.nbytes, block.offset, _gone(block.last, found.end, allocating))
+            for block in made
+            if block.holds and block.nbytes and not block.dropped
+        ]
     return blocks, spare
+
+
+def _gone(last: int, end: int, allocating: list[int]) -> int:
+    """The last instruction that may allocate before this one."""
+    return NEVER if last == end else allocating[bisect_left(allocating, last) - 1]
 
 
 @dataclass

@@ -8,7 +8,8 @@ import torch
 
 from lowtide import kernels
 from lowtide.costs import Costs
-from lowtide.graph import Arg, Constant, Graph, Read
+from lowtide.graph import Graph, Read
+from lowtide.kernels.shapes import Shapes
 from lowtide.private import flop_registry
 
 FLOPS = 1e11  # floating point operations a second
@@ -30,14 +31,14 @@ ELEMENTWISE = frozenset(
 
 def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH) -> Costs:
     """Estimate each op as the larger of its arithmetic and its traffic; bytes as declared, no temporaries."""
-    shapes = _Shapes(graph)
+    work = _Work(graph)
     seconds, in_place = [], []
     for index, op in enumerate(graph.ops):
         if op.target.startswith("operator.") or op.target == kernels.TURN:
             seconds.append(LAUNCH)
         else:
-            moved = shapes.traffic(index)
-            seconds.append(LAUNCH + max(shapes.arithmetic(index) / flops, moved / bandwidth))
+            moved = work.traffic(index)
+            seconds.append(LAUNCH + max(work.arithmetic(index) / flops, moved / bandwidth))
         in_place.append(_pairs(graph, index))
     return Costs(
         graph=graph.fingerprint,
@@ -68,20 +69,22 @@ def _sizes(graph: Graph, value: int) -> tuple[Any, ...]:
     return (item.dtype, item.shape, item.stride, item.nbytes)
 
 
-class _Shapes:
-    """The arguments of each op as tensors without contents."""
+class _Work:
+    """What each op has to do, by the shapes of its arguments."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.known: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.shapes = Shapes(graph.values, graph.views)
 
     def traffic(self, index: int) -> int:
         """Bytes that the op reads and writes."""
         op = self.graph.ops[index]
-        read = sum(_nbytes(self.tensor(item)) for item in op.arguments() if self.is_tensor(item))
+        read = sum(_nbytes(self.shapes.tensor(item)) for item in op.arguments() if self.shapes.is_tensor(item))
         written = sum(self.graph.values[value].nbytes for value in op.outputs if value is not None)
         updated = {old for _, old in op.updates}
-        return read + written + sum(_nbytes(self.tensor(item)) for item in op.arguments() if item.value in updated)
+        return (
+            read + written + sum(_nbytes(self.shapes.tensor(item)) for item in op.arguments() if item.value in updated)
+        )
 
     def arithmetic(self, index: int) -> float:
         """Floating point operations of matrix products, convolutions and attention; 0 for all other ops."""
@@ -91,9 +94,9 @@ class _Shapes:
         packet = kernels.overload(op.target).overloadpacket
         if packet not in flop_registry:
             return 0.0
-        args = [self.argument(arg) for arg in op.args]
-        kwargs = {key: self.argument(arg) for key, arg in op.kwargs}
-        made = [None if value is None else self.tensor(Read(value)) for value in op.outputs]
+        args = [self.shapes.argument(arg) for arg in op.args]
+        kwargs = {key: self.shapes.argument(arg) for key, arg in op.kwargs}
+        made = [None if value is None else self.shapes.tensor(Read(value)) for value in op.outputs]
         result = made[0] if kernels.returns_one(op.target) else tuple(made)
         try:
             return float(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -103,39 +106,10 @@ class _Shapes:
     def recurrent(self, index: int) -> float:
         """Two operations for each weight, time step and sequence; the backward has twice as many."""
         op = self.graph.ops[index]
-        tensors = [self.tensor(item) for item in op.arguments() if self.is_tensor(item)]
+        tensors = [self.shapes.tensor(item) for item in op.arguments() if self.shapes.is_tensor(item)]
         weights = sum(tensor.numel() for tensor in tensors[1:3])
         steps = tensors[0].shape[0] * tensors[0].shape[1]
         return 2.0 * weights * steps * (2 if "backward" in op.target else 1)
-
-    def is_tensor(self, read: Read) -> bool:
-        return self.graph.values[read.value].kind != "scalar"
-
-    def tensor(self, read: Read) -> torch.Tensor:
-        value = self.graph.values[read.value]
-        key = (value.dtype, value.shape, value.stride, read.view)
-        if key not in self.known:
-            if read.view is None:
-                dtype = getattr(torch, value.dtype)
-                made = torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
-            else:
-                view = self.graph.views[read.view]
-                parent = self.tensor(Read(read.value, view.parent))
-                made = kernels.kernel(view.target)(parent, *(self.argument(arg) for arg in view.args))
-                made = made if view.item is None else made[view.item]
-            self.known[key] = made
-        return self.known[key]
-
-    def argument(self, arg: Arg) -> Any:
-        match arg:
-            case Read():
-                return self.tensor(arg) if self.is_tensor(arg) else 0.5
-            case Constant(family, name):
-                return kernels.constant(family, name)
-            case tuple():
-                return [self.argument(item) for item in arg]
-            case _:
-                return arg
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -12,7 +12,6 @@ from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
-from lowtide.plan.narrow import with_narrow
 from lowtide.plan.planning import BEST, METHODS, TIME_LIMIT, Planning, Progress
 from lowtide.program import Plan
 
@@ -27,7 +26,6 @@ __all__ = [
     "keep_everything",
     "least",
     "plan",
-    "with_narrow",
 ]
 
 

@@ -28,8 +28,9 @@ JOINED = (2, 3, 5)  # gates together whose program is solved in whole numbers
 
 def gates(web: Web, order: Ints) -> list[Gate]:
     """The first op of the backward, and for each part of the rest the op that works with the most bytes."""
-    phases = [op.phase for op in web.problem.graph.ops]
-    rest = [Gate(web, int(op)) for op in order if phases[op] != "forward"]
+    graph = web.problem.graph
+    begin = graph.forward_ends(order)
+    rest = [Gate(web, int(op)) for op in order[begin:] if graph.ops[op].phase != "forward"]
     if not rest:
         return []
     parts = np.array_split(np.arange(1, len(rest)), min(SCREENED, max(1, len(rest) - 1)))
@@ -113,7 +114,7 @@ class Stages:
     def __init__(self, path: list[Gate], budget: int) -> None:
         self.path, self.budget = path, budget
         web = path[0].web
-        problem = replace(web.problem, nbytes=web.narrow)
+        problem = replace(web.problem, nbytes=web.least)
         self.problem, self.last = problem, len(path)
         large = (problem.nbytes > TINY * budget) & (problem.maker >= 0) & web.runs[problem.maker]
         self.values = np.flatnonzero(large)

@@ -49,6 +49,7 @@ def carry(known: Plan, known_graph: Graph, graph: Graph, costs: Costs, budget: i
         bound_seconds=min(base, simulation.seconds),
         least_bound=floor(arrays)[0],
         planning_seconds=time.monotonic() - begun,
+        rewrites=known.rewrites,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.plan.in_place import paired
 from lowtide.plan.problem import Ints, Problem
 from lowtide.program import Free, Instruction, Program, Run
 
@@ -24,7 +25,7 @@ def emit(problem: Problem, sequence: Ints) -> Program:
         reads, makes = graph.reads_of(op, again=repeated), graph.makes_of(op, again=repeated)
         dying = [value for value in reads if value not in alive]
         effects = () if repeated else graph.effects[op]
-        over = list(effects) + _overwritten(problem, op, set(dying), {old for _, old in effects})
+        over = list(effects) + paired(problem.over_rows[op], set(dying) - {old for _, old in effects})
         taken = {old for _, old in over}
         unused = [value for value in makes if value not in alive]
         frees = [Free(value) for value in (*dying, *unused) if value not in taken]
@@ -33,13 +34,3 @@ def emit(problem: Problem, sequence: Ints) -> Program:
         alive |= set(reads)
         alive |= {old for _, old in effects}
     return Program(graph.fingerprint, tuple(item for row in reversed(rows) for item in row))
-
-
-def _overwritten(problem: Problem, op: int, dying: set[int], taken: set[int]) -> list[tuple[int, int]]:
-    """The pairs (made, read) where a result takes the bytes of an argument that dies here; as in search.cpp."""
-    found: list[tuple[int, int]] = []
-    for k in range(problem.over_start[op], problem.over_start[op + 1]):
-        made, read = int(problem.over_made[k]), int(problem.over_read[k])
-        if read in dying and read not in taken and all(made != other and read != used for other, used in found):
-            found.append((made, read))
-    return found

@@ -196,7 +196,6 @@ class Game:
         if draws and not again:
             later |= {other for other in self.ops if graph.ops[other].random and other > op}
         state = self._set("state", [op])
-        pairs = range(problem.over_start[op], problem.over_start[op + 1])
         return Move(
             op,
             makes=self._set("value", makes) | (0 if again else self._set("flag", [op])) | (state if saving else 0),
@@ -207,8 +206,7 @@ class Game:
             + problem.costs.fewest_temporaries(op)
             + (graph.generator_bytes if draws and (again or saving) else 0),
             pairs=tuple(
-                (made, self.item["value", read], int(problem.nbytes[made]))
-                for made, read in ((int(problem.over_made[k]), int(problem.over_read[k])) for k in pairs)
+                (made, self.item["value", read], int(problem.nbytes[made])) for made, read in problem.over_rows[op]
             ),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -23,9 +23,10 @@ from lowtide import native
 from lowtide.check import ALIGNMENT
 from lowtide.costs import Costs
 from lowtide.graph import Graph
+from lowtide.lifetimes import BEFORE, OUTSIDE, Block, Lifetimes, lifetimes
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
-from lowtide.program import Copy, Free, Instruction, Program, Run
+from lowtide.program import Copy, Instruction, Program, Run
 from lowtide.simulate import simulate
 
 SOURCE = Path(__file__).with_name("layout.cpp")
@@ -62,81 +63,57 @@ def layout(
     """
     if library() is None:
         return program
-    blocks, made = _blocks(graph, costs, program)
-    simulation = simulate(graph, costs, _placed(program, blocks, made))
+    found = lifetimes(graph, program, costs.nbytes, costs.extra)
+    at = [OUTSIDE if _leaves(graph, block) else 0 for block in found.blocks]
+    simulation = simulate(graph, costs, _placed(program, found, at))
     goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
-    most = _move_out(blocks, simulation.start, np.array(simulation.outside, np.int64), goal)
-    inside = [block for block in blocks if not block.outside]
-    buffers = _buffers(inside)
+    moved, most = _move_out(graph, _inside(found, at), simulation.start, np.array(simulation.outside, np.int64), goal)
+    for number in moved:
+        at[number] = OUTSIDE
+    inside = _inside(found, at)
+    buffers = _buffers(inside.values())
     offsets = pack(buffers, enough=goal - most if limit is not None else 0, steps=steps, until=until, seed=seed)
-    for block, offset in zip(inside, offsets, strict=True):
-        block.offset = int(offset)
-    return _placed(program, blocks, made, buffers.top(offsets))
+    for number, offset in zip(inside, offsets, strict=True):
+        at[number] = int(offset)
+    return _placed(program, found, at, buffers.top(offsets))
 
 
 # ---------------------------------------------------------------------------------------------- the blocks of a program
 
-
-@dataclass
-class Block:
-    """Bytes that stay at one place: of a value and of those that are written over it, or of an op's temporaries."""
-
-    first: int  # the instruction at which it appears
-    last: int  # the instruction at which it is gone
-    nbytes: int
-    outside: bool  # of the arena
-    offset: int = 0
-    away: bool = False  # a copy of what the caller holds; outside of the arena it would be the caller's own
+Inside = dict[int, Block]  # the blocks in the arena, by their numbers
 
 
-def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], list[tuple[int, ...]]]:
-    """The blocks of a program, and for each instruction those of what it makes."""
-    end = len(program.instructions)
-    lasting = [value.storage in graph.lasting_storages for value in graph.values]
-    leaves = [lasting[value] or value in graph.required for value in range(len(graph.values))]
-    blocks: list[Block] = []
-    holding: dict[int, int] = {}  # value on the device -> its block
+def _leaves(graph: Graph, block: Block) -> bool:
+    """Whether a block is the caller's: what was there before, what outlives the step, and what has no bytes.
 
-    def new(first: int, last: int, nbytes: int, outside: bool) -> int:
-        blocks.append(Block(first, last, nbytes, outside or not nbytes))
-        return len(blocks) - 1
-
-    for item in graph.inputs:
-        holding[item.value] = new(0, end, costs.nbytes[item.value], True)
-    made: list[tuple[int, ...]] = []
-    for now, instruction in enumerate(program.instructions):
-        row: list[int] = []
-        match instruction:
-            case Free(value, "device"):
-                blocks[holding.pop(value)].last = now
-            case Copy(value, "device", at):
-                away = lasting[value] and at >= 0
-                holding[value] = new(now, end, costs.nbytes[value], leaves[value] and not away)
-                blocks[holding[value]].away = away
-                row.append(holding[value])
-            case Run(op, _, over, again):
-                onto = dict(over)
-                for value in graph.makes_of(op, again=again):
-                    if value in onto:
-                        holding[value] = holding.pop(onto[value])
-                        blocks[holding[value]].outside |= leaves[value] and not blocks[holding[value]].away
-                        row.append(holding[value])
-                    elif value in holding:  # made a second time, and dropped
-                        row.append(new(now, now + 1, costs.nbytes[value], leaves[value]))
-                    else:
-                        holding[value] = new(now, end, costs.nbytes[value], leaves[value])
-                        row.append(holding[value])
-                if costs.extra[op]:
-                    row.append(new(now, now + 1, costs.extra[op], False))
-        made.append(tuple(row))
-    return blocks, made
+    A copy of what the caller holds is ours; outside of the arena it would be the caller's own.
+    """
+    if block.first == BEFORE or not block.nbytes:
+        return True
+    return not _away(graph, block) and any(_outlives(graph, held.value) for held in block.holds)
 
 
-def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], arena: int = ALIGNMENT) -> Program:
-    """The program with its blocks at their offsets."""
+def _away(graph: Graph, block: Block) -> bool:
+    return block.copied and block.offset >= 0 and _lasting(graph, block.holds[0].value)
+
+
+def _lasting(graph: Graph, value: int) -> bool:
+    return graph.home[value] == "device" and graph.values[value].storage in graph.lasting_storages
+
+
+def _outlives(graph: Graph, value: int) -> bool:
+    return _lasting(graph, value) or (graph.home[value] == "device" and value in graph.required)
+
+
+def _inside(found: Lifetimes, at: list[int]) -> Inside:
+    return {number: block for number, block in enumerate(found.blocks) if at[number] != OUTSIDE}
+
+
+def _placed(program: Program, found: Lifetimes, offsets: list[int], arena: int = ALIGNMENT) -> Program:
+    """The program with its blocks at these offsets."""
     rows: list[Instruction] = []
-    for instruction, row in zip(program.instructions, made, strict=True):
-        at = tuple(-1 if blocks[k].outside else blocks[k].offset for k in row)
+    for instruction, row in zip(program.instructions, found.made, strict=True):
+        at = tuple(offsets[number] for number in row)
         match instruction:
             case Run(op, _, over, again):
                 rows.append(Run(op, at if arena else (), over, again))
@@ -147,26 +124,25 @@ def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], 
     return Program(program.graph, tuple(rows), arena)
 
 
-def _buffers(blocks: list[Block]) -> Buffers:
+def _buffers(blocks: Iterable[Block]) -> Buffers:
     """What the blocks take of the arena."""
     rows = [(block.first, block.last, -(-block.nbytes // ALIGNMENT) * ALIGNMENT) for block in blocks]
     return Buffers(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
 
 
-def _move_out(blocks: list[Block], start: int, outside: Ints, goal: int) -> int:
-    """Move blocks out of the arena where all is more than `goal` bytes, and return the most that is outside then.
+def _move_out(graph: Graph, inside: Inside, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
+    """The blocks to move out of the arena where all is more than `goal` bytes, and the most that is outside then.
 
     Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
     gradient, would have its bytes to itself from the start, when activations could use them until it is made.
     """
-    inside = [block for block in blocks if not block.outside]
-    buffers = _buffers(inside)
+    buffers = _buffers(inside.values())
     level = _level(buffers.first, buffers.last, buffers.nbytes, len(outside))
     most = max(start, int(outside.max(initial=0)))
     live = max(start, int((level + outside).max(initial=0)))
     best, moved = int(level.max(initial=0)) + most, list[int]()
     if not inside or best <= NEARLY * live:
-        return most
+        return [], most
     goal = goal if goal >= live else int(NEARLY * live)
     for part in PARTS:
         if best <= goal:
@@ -174,10 +150,11 @@ def _move_out(blocks: list[Block], start: int, outside: Ints, goal: int) -> int:
         chosen, kept, left = _divide(buffers, level, outside, int(part * max(0, goal - most)))
         if kept + max(start, left) < best:
             best, moved = kept + max(start, left), chosen
-    for k in (k for k in moved if not inside[k].away):
-        inside[k].outside = True
-        outside[inside[k].first : inside[k].last + 1] += inside[k].nbytes
-    return max(start, int(outside.max(initial=0)))
+    numbers = list(inside)
+    free = [number for number in (numbers[k] for k in moved) if not _away(graph, inside[number])]
+    for number in free:
+        outside[inside[number].first : inside[number].last + 1] += inside[number].nbytes
+    return free, max(start, int(outside.max(initial=0)))
 
 
 def _divide(buffers: Buffers, level: Ints, outside: Ints, arena: int) -> tuple[list[int], int, int]:

@@ -29,14 +29,14 @@ def early_updates(graph: Graph) -> Ints:
             idle.add(op)
     demands: list[set[int]] = []  # for each op what must have run, seen through the idle ones
     for before in waits:
-        demands.append(before - idle)
+        demands.append(set(before - idle))
         for other in before & idle:
             demands[-1] |= demands[other]
     missing = [len(before) for before in demands]
     followers: list[list[int]] = [[] for _ in graph.ops]
-    for op, before in enumerate(demands):
+    for op, needed in enumerate(demands):
         if op not in idle:
-            for other in before:
+            for other in needed:
                 followers[other].append(op)
     order: list[int] = []
     done = [False] * len(graph.ops)
@@ -89,16 +89,13 @@ def late_results(problem: Problem, order: Ints) -> Ints:
     return np.array(sorted(place, key=lambda op: (goes_to[op], place[op])), np.int64)
 
 
-def _waits(graph: Graph) -> list[set[int]]:
-    """For each op those that must run before it: makers of what it reads, readers of what it writes over, draws."""
-    waits: list[set[int]] = []
-    last_draw = -1
+def _waits(graph: Graph) -> list[frozenset[int]]:
+    """For each op those that run before it: what must, and who reads what it writes over within the step.
+
+    The latter could run later, but then the op would write over a copy.
+    """
+    found = []
     for index, op in enumerate(graph.ops):
-        before = {graph.maker[value] for value in graph.reads[index]}
-        for _, old in op.updates:
-            before |= {reader for reader in graph.readers[old] if reader < index}
-        if op.random:
-            before.add(last_draw)
-            last_draw = index
-        waits.append(before - {-1, index})
-    return waits
+        readers = (reader for _, old in op.updates for reader in graph.readers[old] if reader < index)
+        found.append(graph.waits[index].union(readers))
+    return found

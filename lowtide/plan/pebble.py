@@ -16,6 +16,7 @@ import numpy as np
 
 from lowtide.costs import declared
 from lowtide.graph import Graph, Op, Output, Read, Value
+from lowtide.plan.in_place import paired
 from lowtide.plan.problem import Ints, Problem
 from lowtide.plan.problem import problem as problem_of
 
@@ -71,8 +72,7 @@ class Board:
         reads = [problem.reads[problem.read_start[op] : problem.read_start[op + 1]].tolist() for op in self.ops]
         self.reads = [[value for value in row if problem.maker[value] >= 0] for row in reads]
         self.makes = [problem.makes[problem.make_start[op] : problem.make_start[op + 1]].tolist() for op in self.ops]
-        pairs = list(zip(problem.over_made.tolist(), problem.over_read.tolist(), strict=True))
-        self.pairs = [pairs[problem.over_start[op] : problem.over_start[op + 1]] for op in self.ops]
+        self.pairs = [problem.over_rows[op] for op in self.ops]
         self.extra = problem.extra[self.ops].tolist()
         self.readers: list[list[int]] = [[] for _ in self.bytes]
         for number, row in enumerate(self.reads):
@@ -81,15 +81,7 @@ class Board:
         self.keeps = [  # bytes that each op leaves behind for others
             sum(self.bytes[value] for value in row if self.readers[value] or self.stays[value]) for row in self.makes
         ]
-        self.before: list[set[int]] = []  # makers of what is read, readers of what is written over, earlier draws
-        draws: set[int] = set()
-        for number, op in enumerate(self.ops):
-            wait = {graph.maker[value] for value in graph.reads[op]}
-            wait |= {reader for _, old in graph.effects[op] for reader in graph.readers[old]}
-            self.before.append({place[other] for other in wait if other in place} - {number})
-            if graph.ops[op].random:
-                self.before[-1] |= draws
-                draws = {number}
+        self.before = [{place[other] for other in graph.waits[op] if other in place} for op in self.ops]
         self.after: list[list[int]] = [[] for _ in self.ops]
         for number, wait in enumerate(self.before):
             for other in wait:
@@ -121,12 +113,8 @@ class Board:
 
     def step(self, number: int, dying: list[int]) -> tuple[int, int]:
         """The bytes that a run needs besides what is there, and how many more are there after it."""
-        fresh, free = set(self.makes[number]), set(dying)
-        for made, read in self.pairs[number]:
-            if made in fresh and read in free:
-                fresh.remove(made)
-                free.remove(read)
-        need = self.extra[number] + sum(self.bytes[value] for value in fresh)
+        onto = dict(paired(self.pairs[number], dying))
+        need = self.extra[number] + sum(self.bytes[value] for value in self.makes[number] if value not in onto)
         return need, self.keeps[number] - sum(self.bytes[value] for value in dying)
 
 

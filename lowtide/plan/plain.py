@@ -1,7 +1,7 @@
 """Profile, shave and tidy where there is no compiler: what search.cpp does, in numpy, and some hundred times slower.
 
-It decides as search.cpp does, so its sequences are the same ones; but it keeps nothing narrow. Ruin and recreate, the
-exact planner and the layout of an arena are not here: they are nothing without speed.
+It decides as search.cpp does, so its sequences are the same ones; but it takes none of the alternatives. Ruin and
+recreate, the exact planner and the layout of an arena are not here: they are nothing without speed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from lowtide.plan.in_place import paired
 
 if TYPE_CHECKING:
     from lowtide.plan.problem import Flags, Floats, Ints, Problem
@@ -138,16 +141,15 @@ class Scene:
         return change.cumsum()[:-1]
 
     def _saved(self) -> Ints:
-        """Each result takes the bytes of the first argument that dies, may be written over and is not yet taken."""
+        """The bytes of results that sit on dying arguments."""
         place, pairs = _entries(self.problem.over_start, self.sequence)
-        made, read = self.problem.over_made[pairs], self.problem.over_read[pairs]
+        read = self.problem.over_read[pairs]
         dying = ~self.needed(read, place + 1)
         saved = np.zeros(self.length, np.int64)
-        taken: set[tuple[int, int]] = set()
-        for at, new, old in zip(place[dying].tolist(), made[dying].tolist(), read[dying].tolist(), strict=True):
-            if taken.isdisjoint(((at, new), (at, old))):
-                taken |= {(at, new), (at, old)}
-                saved[at] += self.problem.nbytes[new]
+        for at, group in groupby(zip(place[dying].tolist(), read[dying].tolist(), strict=True), itemgetter(0)):
+            possible = self.problem.over_rows[self.sequence[at]]
+            for made, _ in paired(possible, {old for _, old in group}):
+                saved[at] += self.problem.nbytes[made]
         return saved
 
     @cached_property
@@ -352,7 +354,7 @@ def _repeats(problem: Problem, sequence: Ints) -> list[int]:
     places, gain = [], {}
     for place, op in enumerate(sequence.tolist()):
         makes = problem.make_rows[op]
-        if op in seen or (problem.optional[op] and makes and problem.unpack[makes[0]] == op):
+        if op in seen or problem.restoring[op]:
             places.append(place)
             gain[place] = float(problem.seconds[op]) / max(1, int(problem.nbytes[makes].max(initial=0)))
         seen.add(op)

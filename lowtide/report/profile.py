@@ -9,6 +9,7 @@ from typing import Any
 
 from lowtide.costs import Costs
 from lowtide.graph import Graph, Phase
+from lowtide.lifetimes import lifetimes
 from lowtide.program import Program, Run
 from lowtide.report.curve import Curve, curve
 from lowtide.report.modules import Branch, fold, fold_paths, pattern
@@ -160,7 +161,7 @@ def _alive(graph: Graph, costs: Costs, program: Program, simulation: Simulation,
     """All that is in use at the peak."""
     device = next(device for number, device in enumerate(moments(graph, costs, program)) if number == simulation.at)
     homes = _homes(graph)
-    for value in device.present:
+    for value in lifetimes(graph, program, costs.nbytes, costs.extra).at(simulation.at):
         item = graph.values[value]
         module, source = homes[item.storage]
         name = item.name.removeprefix(f"{module}.") if module else item.name

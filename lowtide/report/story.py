@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from lowtide.costs import Costs
 from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Plan, Run
+from lowtide.lifetimes import Lifetimes, lifetimes
+from lowtide.program import Plan, Run
 from lowtide.simulate import simulate
 
 
@@ -53,10 +55,11 @@ class Story:
         self.graph, self.costs, self.plan = graph, costs, plan
         instructions = plan.program.instructions
         self.runs = [item for item in instructions if isinstance(item, Run)]
+        self.numbers = [number for number, item in enumerate(instructions) if isinstance(item, Run)]
         self.reads = [graph.reads_of(run.op, again=run.again) for run in self.runs]
         self.makes = [graph.makes_of(run.op, again=run.again) for run in self.runs]
         live = simulate(graph, costs, plan.program).live
-        self.live = [live[number] for number, item in enumerate(instructions) if isinstance(item, Run)]  # bytes
+        self.live = [live[number] for number in self.numbers]  # bytes
         self.starts = [0.0]  # seconds since the step began, of each run and of the end
         for run in self.runs:
             self.starts.append(self.starts[-1] + costs.seconds[run.op])
@@ -64,31 +67,37 @@ class Story:
         self.peak_run = max(range(len(self.live)), key=self.live.__getitem__)
 
     @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """When each value is there, by instructions."""
+        return lifetimes(self.graph, self.plan.program, self.costs.nbytes, self.costs.extra)
+
+    def _runs_before(self, instruction: int) -> int:
+        """How many runs there are before an instruction."""
+        return bisect_left(self.numbers, instruction)
+
+    @cached_property
     def turn(self) -> int:
         """The first run of the backward; the number of all runs where there is none."""
-        phases = [self.graph.ops[run.op].phase for run in self.runs]
-        return phases.index("backward") if "backward" in phases else len(phases)
+        return self.graph.forward_ends(run.op for run in self.runs)
 
     def stays(self, value: int) -> list[Stay]:
         """When the value is there."""
-        found: list[Stay] = []
-        start = -1 if value in self.inputs else None
-        over: int | None = None
-        reads: list[int] = []
-        place = -1
-        for item in self.plan.program.instructions:
-            ends, taker = item == Free(value), None
-            if isinstance(item, Run):
-                place += 1
-                reads += [place] if start is not None and value in self.reads[place] else []
-                taker = next((made for made, read in item.over if read == value), None)
-                ends = taker is not None
-                if start is None and value in self.makes[place]:
-                    start, over = place, next((read for made, read in item.over if made == value), None)
-            if ends and start is not None:
-                found.append(Stay(start, place, tuple(reads), over, taker))
-                start, over, reads = None, None, []
-        return found if start is None else [*found, Stay(start, len(self.runs), tuple(reads), over)]
+        found = []
+        for block, number in self.lifetimes.of.get(value, ()):
+            held = block.holds[number]
+            over = block.holds[number - 1].value if number else None
+            under = block.holds[number + 1].value if number + 1 < len(block.holds) else None
+            start = self._runs_before(held.first + 1) - 1
+            end = (
+                len(self.runs)
+                if held.last == self.lifetimes.end
+                else self._runs_before(held.last + (under is not None)) - 1
+            )
+            reads = (
+                place for place in range(max(start, 0), min(end + 1, len(self.runs))) if value in self.reads[place]
+            )
+            found.append(Stay(start, end, tuple(reads), over, under))
+        return found
 
     def longest(self, stays: list[Stay]) -> Gap | None:
         """The wait between two uses that takes the most time; those during which the value is gone come first."""
@@ -104,21 +113,8 @@ class Story:
 
     def present(self, place: int) -> set[int]:
         """The values that are there when a run begins."""
-        there = set(self.inputs)
-        number = -1
-        for item in self.plan.program.instructions:
-            match item:
-                case Run(over=over):
-                    number += 1
-                    if number == place:
-                        break
-                    there |= set(self.makes[number])
-                    there -= {read for _, read in over}
-                case Free(value, "device"):
-                    there.discard(value)
-                case Copy(value, "device"):
-                    there.add(value)
-        return there
+        number = self.numbers[place] if place < len(self.runs) else self.lifetimes.end
+        return set(self.lifetimes.at(number - 1))
 
     def closure(self, value: int, place: int) -> list[int] | str:
         """The ops that would make the value right before a run, from what is there then; or why that cannot be."""
@@ -191,10 +187,7 @@ class Story:
         """The recomputation that costs the most for each byte: the price at which the plan buys bytes."""
         return max((item for item in self.recomputations if item.nbytes), key=lambda item: item.price, default=None)
 
-    def packing(self, value: int) -> int | None:
-        """The run that makes a narrow copy of the value, if there is one."""
-        for place, run in enumerate(self.runs):
-            op = self.graph.ops[run.op]
-            if op.optional and self.reads[place] == (value,) and self.graph.maker[op.makes[0]] == run.op:
-                return place
-        return None
+    def stored(self, value: int) -> int | None:
+        """The run that stores what is kept instead of the value, if there is one."""
+        stores = {row.store for row in self.graph.alternatives if row.value == value}
+        return next((place for place, run in enumerate(self.runs) if run.op in stores), None)

@@ -251,12 +251,12 @@ def _is_composite(func: Any) -> bool:
 @contextmanager
 def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
     """Let the next step of a runner note its calls; where it puts what it makes stays as it is."""
-    function, graph = runner._function, runner.captured.graph
+    function, graph = runner.function, runner.captured.graph
     assert isinstance(function, FunctionType)
     program = runner.program.instructions
     accepted = {op: _kernels(item) for op, item in enumerate(graph.ops) if not item.target.startswith("operator.")}
 
-    def noting(kernel: Any) -> Any:
+    def noting(kernel: Any, cursor: array[int]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             instruction = program[cursor[0]] if cursor[0] < len(program) else None
             if not isinstance(instruction, Run) or kernel not in accepted.get(instruction.op, ()):
@@ -273,13 +273,19 @@ def _noting(runner: Runner, noted: list[tuple[int, Call]]) -> Iterator[None]:
 
         return call
 
-    names = {name: noting(thing) if _is_kernel(name, thing) else thing for name, thing in function.__globals__.items()}
-    cursor: array[int] = runner._cursor
-    runner._function = FunctionType(function.__code__, names, function.__name__, None, function.__closure__)
+    def watched(inputs: list[Any], generator: Any, places: Any, cursor: array[int]) -> Any:
+        names = {
+            name: noting(thing, cursor) if _is_kernel(name, thing) else thing
+            for name, thing in function.__globals__.items()
+        }
+        noted_function = FunctionType(function.__code__, names, function.__name__, None, function.__closure__)
+        return noted_function(inputs, generator, places, cursor)
+
+    runner.function = watched
     try:
         yield
     finally:
-        runner._function = function
+        runner.function = function
 
 
 def _written(op: Op) -> set[int]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import allocator
 from lowtide.allocator.arena import POOL
-from lowtide.execute.runner import LESSONS
 
 LIBRARIES = {
     "torch": (r"/libc10\.so",),
@@ -135,7 +134,7 @@ class Trial:
 
     def learn_again(self) -> None:
         for fit in self.fitted._fits:
-            fit.runner._tape, fit.runner._lessons = None, LESSONS
+            fit.runner.lessons.forget()
 
     def run(self, n: int) -> str:
         """What came of a step whose n-th allocation fails."""

@@ -24,7 +24,7 @@ from twins import assert_same, everything, same
 import lowtide
 from lowtide import allocator, models
 from lowtide.allocator.arena import POOL, Arena, ArenaError, Tape, stepping
-from lowtide.execute.runner import LESSONS
+from lowtide.execute.lessons import LESSONS
 
 DEADLINE = 60  # seconds; nothing here needs more than a few
 
@@ -46,7 +46,7 @@ def block(nbytes: int) -> Tensor:
 PLENTY = "1MiB"  # where something is to go outside the arena without being too much
 
 
-def fitted(recipe: Callable[[], Any], budget: str = "60%", costs: Any = "roofline") -> tuple[lowtide.Fitted, Any]:
+def fitted(recipe: Callable[[], Any], budget: int | str = "60%", costs: Any = "roofline") -> tuple[lowtide.Fitted, Any]:
     """A fitted step, and what it was made of."""
     step, model, optimizer, example = recipe()
     train = lowtide.fit(step, model, optimizer, example=example, budget=budget, time_limit=0.2, costs=costs)
@@ -56,7 +56,7 @@ def fitted(recipe: Callable[[], Any], budget: str = "60%", costs: Any = "rooflin
 class Twins:
     """A fitted step and the same step in eager PyTorch, which must stay equal."""
 
-    def __init__(self, recipe: Callable[[], Any] = probed, budget: str = "60%", costs: Any = "roofline") -> None:
+    def __init__(self, recipe: Callable[[], Any] = probed, budget: int | str = "60%", costs: Any = "roofline") -> None:
         self.step, self.model, self.optimizer, self.example = recipe()
         self.train, (self.mirror, self.mirrored_optimizer, _) = fitted(recipe, budget, costs)
         self.state = torch.Generator().manual_seed(5).get_state()
@@ -474,7 +474,7 @@ def test_allocations_whose_sizes_vary_are_counted() -> None:
             twins.both()
     assert twins.train.mismatches > 0
     runner = twins.train._fits[0].runner
-    assert runner._lessons == 0, "it has learned again, and then let it be"
+    assert runner.lessons.left == 0, "it has learned again, and then let it be"
     before = twins.train.mismatches
     with acting(middle=lambda x: torch.empty(12345).fill_(1.0).sum()):
         twins.both()
@@ -618,9 +618,18 @@ def test_failures_that_pile_up_gradients_say_so() -> None:
     assert "clear the gradients" in str(caught.value.hint)
 
 
+AROUND = (
+    "lowtide.execute.runner",
+    "lowtide.execute.call",
+    "lowtide.execute.arrangement",
+    "lowtide.execute.lessons",
+    "lowtide.allocator.arena",
+)
+
+
 def interrupted_at(line: int, run: Callable[[], object]) -> bool:
     """Run, with an interruption at this line, counted from the first, of the code around a step; was it reached?"""
-    files = {sys.modules[name].__file__ for name in ("lowtide.execute.runner", "lowtide.allocator.arena")}
+    files = {sys.modules[name].__file__ for name in AROUND}
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -656,8 +665,8 @@ def test_an_interruption_at_any_line_of_ours_leaves_nothing_behind(learns: bool)
     while True:
         line += 1
         if learns:
-            runner._tape, runner._lessons = None, LESSONS
-        elif runner._tape is None:
+            runner.lessons.forget()
+        elif runner.lessons.tape is None:
             train(*example)
         got_there = interrupted_at(line, lambda: runner(*example))
         assert not allocator.installed()

@@ -1,10 +1,12 @@
-"""nn.LSTM cut in time: the same bits but for the gradients of its weights, and a budget that it cannot reach whole."""
+"""nn.LSTM cut in time: the same up to rounding, with bits where torch has them, and a budget it cannot reach whole."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from lowtide.choice import choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
-from lowtide.lossy import RECURRENT, cut, longest
 from lowtide.models.recurrent import gru, lstm
-from lowtide.plan import as_eager, keep_everything, with_narrow
+from lowtide.plan import as_eager, keep_everything
 from lowtide.plan import least as least_plan
 from lowtide.program import Plan, Program, Run
+from lowtide.rewrite import RECURRENT, cut, longest, with_narrow
 
 CLOSE = 5e-6  # of the largest entry: how far a gradient of weights may be from eager's
 LENGTH = 11  # moments: not a multiple of the chunks
@@ -122,16 +124,41 @@ def recurrent(model: nn.Module) -> set[str]:
     }
 
 
+@cache
+def alone() -> bool:
+    """Whether torch computes a moment the same way however many others are in the call; not on every processor."""
+    chance = torch.Generator().manual_seed(0)
+    for size, hidden, spans in product((6, 8, 12, 24), (6, 12), (range(0, LENGTH, 6), range(LENGTH))):
+        layer, x = nn.LSTM(size, hidden), torch.randn(LENGTH, 4, size, generator=chance)
+        given = torch.randn(LENGTH, 4, hidden, generator=chance)
+        whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, _ = layer(whole)
+        expected.backward(given)
+        state, found = None, []
+        for part in parts.split([end - start for start, end in pairwise([*spans, LENGTH])]):
+            result, state = layer(part, state)
+            found.append(result)
+        torch.cat(found).backward(given)
+        if not torch.equal(expected, torch.cat(found)) or not torch.equal(whole.grad, parts.grad):
+            return False
+    return True
+
+
+def assert_near(expected: Tensor, found: Tensor, name: str, *, rounded: bool) -> None:
+    """The same bits, or close where rounding is allowed or torch itself rounds otherwise."""
+    if rounded or not alone():
+        assert (expected - found).abs().max() <= CLOSE * expected.abs().max(), name
+    else:
+        assert torch.equal(expected, found), name
+
+
 def assert_close(model: nn.Module, mirror: nn.Module) -> None:
     """The bits of every gradient but those of the recurrent weights, which are close."""
     expected, found = gradients(model), gradients(mirror)
     assert expected.keys() == found.keys()
-    rounded = recurrent(model)
+    weights = recurrent(model)
     for name, gradient in expected.items():
-        if name in rounded:
-            assert (gradient - found[name]).abs().max() <= CLOSE * gradient.abs().max(), name
-        else:
-            assert torch.equal(gradient, found[name]), name
+        assert_near(gradient, found[name], name, rounded=name in weights)
 
 
 def train_cut(make: Callable[[], nn.Module], batch: tuple[Any, ...], chunks: int) -> lowtide.Graph:
@@ -150,7 +177,7 @@ def train_cut(make: Callable[[], nn.Module], batch: tuple[Any, ...], chunks: int
     torch.manual_seed(1)
     expected = step(model, None, *batch)
     torch.manual_seed(1)
-    assert torch.equal(expected, train(*batch))
+    assert_near(expected.detach(), train(*batch), "loss", rounded=False)
     assert_close(model, mirror)
     return graph
 

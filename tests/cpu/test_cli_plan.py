@@ -17,8 +17,9 @@ from lowtide.cli.target import build
 from lowtide.graph import Graph
 from lowtide.measure import roofline
 from lowtide.models import SMALL
-from lowtide.plan import CLASSICS, METHODS, as_eager, with_narrow
+from lowtide.plan import CLASSICS, METHODS, as_eager
 from lowtide.program import Free, Plan, Program, Run
+from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate
 
 GPT = SMALL["gpt"]

@@ -155,9 +155,18 @@ def test_ctrl_c_at_many_moments(alarm: None, door: str) -> None:
     assert interrupt_often(door, MORE_MOMENTS, 1) > MORE_MOMENTS // 4
 
 
+AROUND = (
+    "lowtide.execute.halves",
+    "lowtide.execute.call",
+    "lowtide.execute.arrangement",
+    "lowtide.execute.lessons",
+    "lowtide.allocator.arena",
+)
+
+
 def interrupted_at(line: int, run: Callable[[], object]) -> bool:
     """Run, with an interruption at this line, counted from the first, of the code around a half; was it reached?"""
-    files = {sys.modules[name].__file__ for name in ("lowtide.execute.halves", "lowtide.allocator.arena")}
+    files = {sys.modules[name].__file__ for name in AROUND}
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -27,6 +27,14 @@ from torch import nn
 GAIN = 1.5
 SETTINGS = {"weight": 0.5, "sizes": [1, 2]}
 COUNT = 0
+
+
+class Registry(dict):
+    def get(self, key):  # without a default, as a subclass may have it
+        return super().get(key, 0.0)
+
+
+KNOWN = Registry(shift=0.125)
 losses, history, log = [], {"loss": []}, {}
 
 
@@ -59,7 +67,7 @@ class Net(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        scale = self.config.scale + self.config.shift
+        scale = self.config.scale + self.config.shift + KNOWN.get("shift")
         return self.head(x) * scale * GAIN * SETTINGS["weight"] * SETTINGS["sizes"][0]
 
 
@@ -215,6 +223,10 @@ def other_dict(twin: Twin) -> None:
     twin.names["SETTINGS"] = {"weight": 0.7, "sizes": [2]}
 
 
+def registered(twin: Twin) -> None:
+    twin.names["KNOWN"]["shift"] = 0.5
+
+
 def other_gain(twin: Twin) -> None:
     twin.names["GAIN"] = 0.5
 
@@ -259,6 +271,7 @@ EDITS = [
     hook_before,
     shared_list,
     other_dict,
+    registered,
     other_gain,
     class_attribute,
     instance_over_class,

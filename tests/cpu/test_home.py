@@ -16,7 +16,8 @@ import lowtide
 from lowtide import models
 from lowtide.costs import declared
 from lowtide.execute.places import Places
-from lowtide.program import Copy, Free, Place, Program, Run
+from lowtide.graph import Place
+from lowtide.program import Copy, Free, Program, Run
 
 NAMES = ["mlp", "unet", "lstm"]  # Adam's state, batch norm's buffers, a recurrent one
 

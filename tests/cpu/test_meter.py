@@ -21,7 +21,7 @@ import lowtide
 from lowtide import allocator, files, native
 from lowtide.allocator import build
 from lowtide.errors import LowtideError, UsageError
-from lowtide.execute import runner
+from lowtide.execute import arrangement
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 300  # seconds; nothing here needs more than a few, on a machine that is not busy
@@ -567,7 +567,7 @@ def test_a_step_under_a_foreign_allocator_runs_without_an_arena(foreign: ctypes.
         torch.set_rng_state(state)
         assert torch.equal(expected, train(*example))
 
-    runner._without_arena.cache_clear()
+    arrangement._without_arena.cache_clear()
     try:
         with allocator.meter():
             foreign.push(255)

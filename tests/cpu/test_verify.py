@@ -419,12 +419,12 @@ def test_a_fitted_step_that_differs_is_undone() -> None:
     with pytest.warns(LowtideWarning, match="the next 1 steps run beside eager PyTorch"):
         train = lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, verify=1)
     runner, before = train._fits[0].runner, cloned(model, optimizer)
-    function = runner._function
-    runner._function = lambda *args: [output * 0 for output in function(*args)]
+    function = runner.function
+    runner.function = lambda *args: [output * 0 for output in function(*args)]
     with pytest.raises(VerifyError, match="the result: 1 of 1 elements"):
         train(*example)
     assert_same(before, cloned(model, optimizer))
-    runner._function = function
+    runner.function = function
     train(*example)
     assert train.verifier is not None
     assert train.verifier.verified == 1

@@ -19,15 +19,24 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "
     "captured",
     "guards",
     "changes",
+    "lifetimes",
+    "rewrites",
 }
 INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
-VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
+VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
 DOORS = {"__init__", "fit", "choice", "wrap", "scan", "verify", "cli", "bench"}
 
-PLAIN = {"graph", "costs", "program", "errors", "files"}  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"native", "lossy", "plan", "report"}
+PLAIN = {
+    "graph",
+    "costs",
+    "program",
+    "rewrites",
+    "errors",
+    "files",
+}  # data that the judge and the simulator both may read
+WITHOUT_TORCH = NOUNS | {"native", "plan", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),

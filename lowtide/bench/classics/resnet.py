@@ -14,7 +14,8 @@ from lowtide.fit import Fitted, fit
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
 from lowtide.models import build
-from lowtide.plan import TIME_LIMIT, plan, with_narrow
+from lowtide.plan import TIME_LIMIT, plan
+from lowtide.rewrite import with_narrow
 
 DEEP = "resnet:stages=3-130-197-3"
 TINY = "resnet:stages=2-3-3-2,width=8,classes=10"

@@ -186,8 +186,7 @@ class Meter:
         rows: list[Hashable] = [len(part.forward)]
         place: dict[int, int] = {}
         for op in (*part.forward, *part.backward):
-            pairs = slice(int(problem.over_start[op]), int(problem.over_start[op + 1]))
-            over = zip(problem.over_made[pairs].tolist(), problem.over_read[pairs].tolist(), strict=True)
+            over = problem.over_rows[op]
             reads, makes = self.links.reads[op], self.links.makes[op]
             for value in (*reads, *makes):
                 place.setdefault(value, len(place))

@@ -82,7 +82,7 @@ class Tape:
 def at_the_turn(problem: Problem, order: Ints) -> tuple[list[int], list[int]]:
     """The ops before the first one of the backward, and the others."""
     ops: list[int] = order.tolist()
-    turn = next((place for place, op in enumerate(ops) if problem.graph.ops[op].phase == "backward"), len(ops))
+    turn = problem.graph.forward_ends(ops)
     return ops[:turn], ops[turn:]
 
 

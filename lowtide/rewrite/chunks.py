@@ -2,22 +2,21 @@
 
 On the processor torch runs each layer and direction of an nn.LSTM over all moments in one call; its workspace, which
 the backward needs, is about fifteen times as large as its result. `cut` makes several calls of it, over some moments
-each: every one hands its state to the next, and a program may run any of them again. The results, the states and the
-gradients of both keep their bits, because each moment is computed as before. The gradients of weights and biases are
-added up chunk by chunk, which rounds otherwise: their entries differ by a few millionths of the largest one at most.
+each: every one hands its state to the next, and a program may run any of them again. The gradients of weights and
+biases are added up chunk by chunk, which rounds otherwise: their entries differ by a few millionths of the largest one
+at most. The results, the states and the gradients of both keep their bits where a moment is computed in the same way
+however many others are in its call: so with AVX-512. Without it (tried with AVX2) they are the same up to rounding.
 
 nn.GRU needs none of this: torch takes it apart into small ops of each moment, which every plan can already run again.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from lowtide.graph import Arg, Graph, Op, Read, Value, View
+from lowtide.graph import Arg, Graph, Op, Read, View
+from lowtide.rewrite.editor import Editor
 
 FORWARD, BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
 RECURRENT = frozenset({FORWARD, BACKWARD})
@@ -31,7 +30,6 @@ GRADIENT, STATE_GRADIENT, OPTIONS, WORKSPACE = 10, slice(11, 13), slice(13, 22),
 WEIGHTS, STATE_BEFORE = slice(1, 5), slice(5, 7)
 
 Weights = tuple[int | None, ...]  # a value for each result of the backward that is a gradient of weights
-Key = tuple[int, int, int]  # where an op wants to be: in the place of this op, at this step, then as it was put
 
 
 def cut(graph: Graph, chunks: int) -> Graph:
@@ -54,7 +52,7 @@ def cut(graph: Graph, chunks: int) -> Graph:
             writer.backward(layer)
     most = max(len(layer.spans) for layer in layers)
     done = f"recurrent layers are cut in time into {most} chunks: gradients of weights are the same up to rounding."
-    return replace(writer.finish(), notes=(*graph.notes, done, *whole))
+    return replace(writer.editor.reordered(), notes=(*graph.notes, done, *whole))
 
 
 def longest(graph: Graph) -> int:
@@ -136,25 +134,15 @@ class _Saved:
     workspace: int
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """An op of the new graph."""
-
-    key: Key
-    origin: int  # the op of the old graph that it is, or does a part of
-    op: Op
-
-
 class _Writer:
     """Writes the graph with the layers cut."""
 
     def __init__(self, graph: Graph, layers: list[_Layer]) -> None:
         self.graph, self.layers = graph, layers
-        self.values, self.views = list(graph.values), list(graph.views)
-        self.storage = max(value.storage for value in graph.values)  # the last one that is taken
-        self.known = {view: number for number, view in reversed(list(enumerate(graph.views)))}
+        self.editor = Editor(graph)
         self.calls = {layer.forward for layer in layers} | {layer.backward for layer in layers}
-        self.placed = [_Placed((n, -1, 0), n, op) for n, op in enumerate(graph.ops) if n not in self.calls]
+        for call in self.calls - {-1}:
+            self.editor.take_out(call)
         self.anchor = _anchors(graph, sorted(layer.forward for layer in layers), READ)
         self.anchor |= _anchors(graph, sorted(layer.backward for layer in layers if layer.backward >= 0), GRADIENT)
         self.saved: dict[tuple[int, int], _Saved] = {}  # forward and span -> what is saved
@@ -162,8 +150,7 @@ class _Writer:
         for layer in layers:
             for call in (layer.forward, layer.backward):
                 if call >= 0 and (value := graph.ops[call].outputs[0]) is not None:
-                    shape = graph.values[value].shape
-                    self.parts[value] = tuple(self.like(value, (e - s, *shape[1:])) for s, e in layer.spans)
+                    self.parts[value] = tuple(self.like(value) for _ in layer.spans)
         self.whole = {value for value in self.parts if self._others(value)}
         # What is there as a whole in the backward anyway is read there by slices: its chunks need not be kept as well.
         self.late = {v for v in self.whole if any(graph.ops[op].phase != "forward" for op in self._others(v))}
@@ -183,9 +170,11 @@ class _Writer:
             self.put(call, step, replace(op, name=f"{op.name}_chunk{chunk}", args=args, outputs=outputs))
             before, state = state, (Read(after[0]), Read(after[1]))
             if not last:  # both in one value, which is all that is kept of them
-                both = self.like(hidden, (2, *self.values[hidden].shape), name="state")
+                both = self.like(hidden, name="state")
                 self.simple(call, step, "stack.default", (state,), both)
-                state = tuple(Read(both, self.view(View(None, "aten.select.int", (0, place)))) for place in (0, 1))
+                state = tuple(
+                    Read(both, self.editor.view(View(None, "aten.select.int", (0, place)))) for place in (0, 1)
+                )
             self.saved[call, chunk] = _Saved(before, state, work)
         self.join(call, layer, result)
 
@@ -243,59 +232,23 @@ class _Writer:
             return arg
         if arg.view is None and arg.value in self.parts and not (late and arg.value in self.late):
             return Read(self.parts[arg.value][chunk])
-        return Read(arg.value, self.view(View(arg.view, "aten.slice.Tensor", (0, *layer.spans[chunk]))))
+        return Read(arg.value, self.editor.view(View(arg.view, "aten.slice.Tensor", (0, *layer.spans[chunk]))))
 
-    def like(self, value: int, shape: tuple[int, ...] | None = None, name: str = "") -> int:
-        """A new value like this one, or of another shape."""
-        made = replace(self.values[value], storage=self.storage + 1 + len(self.values) - len(self.graph.values))
-        if shape is not None:
-            nbytes = made.nbytes // max(1, math.prod(made.shape)) * math.prod(shape)
-            made = replace(made, nbytes=nbytes, shape=shape, stride=_contiguous(shape))
-        self.values.append(replace(made, name=name or made.name))
-        return len(self.values) - 1
-
-    def view(self, view: View) -> int:
-        """The number of a view."""
-        number = self.known.setdefault(view, len(self.views))
-        if number == len(self.views):
-            self.views.append(view)
-        return number
+    def like(self, value: int, name: str = "") -> int:
+        """A new value like this one; its sizes are those of the call that makes it."""
+        item = self.editor.values[value]
+        return self.editor.value(replace(item, name=name or item.name))
 
     def simple(self, call: int, step: int, name: str, args: tuple[Arg, ...], made: int) -> None:
         """A plain call of one result, as a part of this one."""
         op = self.graph.ops[call]
-        plain = Op(f"{op.name}_{name.split('.')[0]}_{len(self.placed)}", f"aten.{name}", args, outputs=(made,))
+        number = len(self.editor.placed)
+        plain = Op(f"{op.name}_{name.split('.')[0]}_{number}", f"aten.{name}", args, outputs=(made,))
         self.put(call, step, replace(plain, phase=op.phase, module=op.module, source=op.source))
 
     def put(self, call: int, step: int, op: Op) -> None:
         """Add an op that does a part of this call."""
-        self.placed.append(_Placed((self.anchor[call], step, len(self.placed)), call, op))
-
-    def finish(self) -> Graph:
-        """The graph of the ops, in an order in which they can run, and of the values that they make."""
-        placed = _in_order(self.placed)
-        ops = [item.op for item in placed]
-        last = {item.origin: number for number, item in enumerate(placed)}
-        ends = dict.fromkeys(range(len(self.values)), -1)  # the last op that makes or reads each value
-        for number, op in enumerate(ops):
-            ends.update(dict.fromkeys((*op.makes, *op.reads), number))
-        there = {item.value for item in self.graph.inputs}.union(*(op.makes for op in ops))
-        numbers = {old: new for new, old in enumerate(sorted(there))}
-        return replace(
-            self.graph,
-            ops=tuple(_renumbered(op, numbers) for op in ops),
-            values=tuple(self._value(value, ends[value], last) for value in numbers),
-            inputs=tuple(replace(item, value=numbers[item.value]) for item in self.graph.inputs),
-            outputs=tuple(replace(item, value=numbers[item.value]) for item in self.graph.outputs),
-            views=tuple(replace(view, args=_arguments(view.args, numbers)) for view in self.views),
-        )
-
-    def _value(self, value: int, end: int, last: dict[int, int]) -> Value:
-        """A value that is let go of after the same op as before, or after its last reader if it is new."""
-        item = self.values[value]
-        if value < len(self.graph.values):
-            end = -1 if item.eager_end < 0 else max(end, last[item.eager_end])
-        return replace(item, eager_end=end)
+        self.editor.put(self.anchor[call], step, call, op)
 
     def _others(self, value: int) -> list[int]:
         """The ops that read a value as a whole; -1 for who takes it from the step."""
@@ -322,55 +275,3 @@ def _anchors(graph: Graph, calls: list[int], place: int) -> dict[int, int]:
         bottom[call] = call if below is None else bottom[below]
     top = {bottom[call]: call for call in calls}
     return {call: top[bottom[call]] for call in calls}
-
-
-def _in_order(placed: list[_Placed]) -> list[_Placed]:
-    """The ops by their keys, but each after what it reads, writes over last, and draws in the order of before."""
-    maker = {value: number for number, item in enumerate(placed) for value in item.op.makes}
-    readers: dict[int, set[int]] = {}
-    for number, item in enumerate(placed):
-        for value in item.op.reads:
-            readers.setdefault(value, set()).add(number)
-    waiting = [{maker[value] for value in item.op.reads if value in maker} for item in placed]
-    for number, item in enumerate(placed):
-        for _, old in item.op.updates:
-            waiting[number] |= readers[old] - {number}
-    drawing = sorted((item.key, number) for number, item in enumerate(placed) if item.op.random)
-    for (_, before), (_, after) in pairwise(drawing):
-        waiting[after].add(before)
-    followers: list[list[int]] = [[] for _ in placed]
-    for number, others in enumerate(waiting):
-        for other in others:
-            followers[other].append(number)
-    ready = [(item.key, number) for number, item in enumerate(placed) if not waiting[number]]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        found.append(placed[number])
-        for follower in followers[number]:
-            waiting[follower].discard(number)
-            if not waiting[follower]:
-                heapq.heappush(ready, (placed[follower].key, follower))
-    assert len(found) == len(placed), "the ops wait for each other"
-    return found
-
-
-def _renumbered(op: Op, numbers: dict[int, int]) -> Op:
-    return replace(
-        op,
-        args=_arguments(op.args, numbers),
-        kwargs=tuple((key, _argument(arg, numbers)) for key, arg in op.kwargs),
-        outputs=tuple(None if value is None else numbers[value] for value in op.outputs),
-        updates=tuple((numbers[new], numbers[old]) for new, old in op.updates),
-    )
-
-
-def _arguments(args: Iterable[Arg], numbers: dict[int, int]) -> tuple[Arg, ...]:
-    return tuple(_argument(arg, numbers) for arg in args)
-
-
-def _argument(arg: Arg, numbers: dict[int, int]) -> Arg:
-    if isinstance(arg, Read):
-        return Read(numbers[arg.value], arg.view)
-    return _arguments(arg, numbers) if isinstance(arg, tuple) else arg

@@ -1,0 +1,203 @@
+"""The front door: a training step and a budget in, the same step within the budget out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowtide import report
+from lowtide.capture.door import refuse_to_run
+from lowtide.captured import Captured
+from lowtide.changes import Changes
+from lowtide.costs import Costs
+from lowtide.errors import UsageError
+from lowtide.execute import StaleError
+from lowtide.fit.make import WHOLE, Fit, Maker, Manner
+from lowtide.fit.pressure import Pressure
+from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
+from lowtide.plan import TIME_LIMIT
+from lowtide.program import Plan, Program
+from lowtide.verify import Verifier, announce, refuse_call
+
+__all__ = ["CostsFrom", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
+
+ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
+KEPT = 64  # programs that are kept, the latest first
+
+
+class Fitted:
+    """A training step that runs by its program; call it with a batch as you would call the step.
+
+    `request` is what is asked, `example` the batch that it is planned for first, and `manner` how the step is captured
+    and called, where that is not as a whole.
+    """
+
+    def __init__(self, request: Request, example: tuple[Any, ...], manner: Manner = WHOLE) -> None:
+        refuse_to_run(request.model)
+        self._request, self._manner = request, manner
+        self._changes = Changes()
+        self._maker = Maker(request, manner)
+        self._kept = [Pressure(self._maker.make(example), self._maker)]
+        self.verifier: Verifier | None = None  # of the steps that run beside eager
+
+    def __call__(self, *batch: Any) -> Any:
+        """One training step; returns what the step returns, detached."""
+        self._changes.step()
+        if self.verifier is not None and self.verifier.left:
+            return self.verifier.check(batch, self._call, lambda: self._latest.runner)
+        return self._call(*batch)
+
+    def _call(self, *batch: Any) -> Any:
+        stale: StaleError | None = None
+        for one in self._kept:
+            try:
+                result = one.take(batch)
+            except StaleError as error:
+                stale = stale or error
+                continue
+            if one is not self._kept[0]:
+                self._kept.remove(one)
+                self._kept.insert(0, one)
+            one.hold()
+            return result
+        assert stale is not None
+        self._changes.note(stale.change)
+        self._request.say(f"{stale.change.what}: the step is captured anew, within the same budget")
+        made = self._maker.make(batch, self._changes.numbers, known=self._latest)
+        self._kept.insert(0, Pressure(made, self._maker))
+        del self._kept[KEPT:]
+        result = self._kept[0].take(batch)
+        self._kept[0].hold()
+        return result
+
+    @property
+    def captured(self) -> Captured:
+        """The step as data, as it last ran."""
+        return self._latest.runner.captured
+
+    @property
+    def costs(self) -> Costs:
+        """What its ops cost, as it last ran."""
+        return self._latest.costs
+
+    @property
+    def plan(self) -> Plan:
+        """What the program promises, as it last ran."""
+        return self._latest.plan
+
+    @property
+    def chunks(self) -> int:
+        """How many calls in time each recurrent layer is cut into, as it last ran; 1 without `rounding`."""
+        return self._latest.chunks
+
+    @property
+    def program(self) -> Program:
+        """The program, as it last ran."""
+        return self._latest.runner.program
+
+    @property
+    def source(self) -> str:
+        """The Python source of the program, as it last ran."""
+        return self._latest.runner.source
+
+    @property
+    def peak(self) -> int | None:
+        """The most bytes that any step held, metered; None before the first, and where there is no meter."""
+        return max((fit.runner.peak for fit in self._fits if fit.runner.peak is not None), default=None)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of the one block that holds what a step makes, between steps too; 0 where there is none."""
+        return max(fit.runner.arena_bytes for fit in self._fits)
+
+    @property
+    def mismatches(self) -> int:
+        """How many allocations of all steps did not come as they were planned; they went outside the arena."""
+        return sum(fit.runner.mismatches for fit in self._fits)
+
+    def explain_guards(self) -> str:
+        """What the program assumes about the world around it, one thing a line."""
+        return "\n".join(self.captured.guards.explain())
+
+    def verify(self, steps: int, *, tell: Tell | None = None) -> None:
+        """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
+        if self._manner.alone is not None:
+            raise UsageError(
+                self._manner.alone,
+                hint="give the whole step to lowtide.fit(step, model, optimizer, example=..., verify=3).",
+            )
+        fit, asked = self._latest, self._request
+        stays = fit.costs.stays(self.captured.graph)
+        self.verifier = Verifier(asked.step, asked.model, asked.optimizer, steps)
+        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=tell or asked.tell)
+
+    def report(self) -> str:
+        """What the plan does and what was measured, for a person."""
+        fit = self._latest
+        graph = self.captured.graph
+        summary = report.summarize(graph, fit.costs, fit.plan, eager_peak=fit.eager_peak)
+        measured = report.Measured(self.peak, self.arena_bytes, self.mismatches, len(self._kept))
+        text = report.show_fitted(summary, measured)
+        return text if fit.chunks == 1 else f"{text}\n{ROUNDING} ({fit.chunks} chunks)."
+
+    @property
+    def _fits(self) -> list[Fit]:
+        """The step for each kind of batch that is kept, the latest first."""
+        return [one.fit for one in self._kept]
+
+    @property
+    def _latest(self) -> Fit:
+        return self._kept[0].fit
+
+
+def fit(
+    step: Callable[..., Any],
+    model: Any,
+    optimizer: Any = None,
+    *,
+    example: tuple[Any, ...],
+    budget: int | str | None = None,
+    plan: PlanFrom | None = None,
+    time_limit: float = TIME_LIMIT,
+    tell: Tell | None = None,
+    costs: CostsFrom = "measured",
+    rounding: bool = False,
+    verify: int = 0,
+) -> Fitted:
+    """Return `step` as a step that does the same arithmetic and never holds more than the budget.
+
+    Results equal eager's to the bit, unless `rounding` allows otherwise.
+
+    - `step`: the function to call, as `step(model, optimizer, *batch)`; what it returns, the fitted step returns.
+    - `model`, `optimizer`: what it trains, and with what: an optimizer, a tuple of them, or None.
+    - `example`: a batch, the arguments after the optimizer. Batches of other shapes are planned when they come, within
+      the same budget.
+    - `budget`: the peak of the whole step in bytes, "2GiB", or "50%": what stays between steps and half of what eager's
+      step adds to it. Without one it is what is free on the machine.
+    - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
+    - `time_limit`: seconds of planning.
+    - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.
+    - `costs`: "roofline" estimates the ops instead of measuring them: quicker to fit, but what they hold inside is
+      unknown, and the budget may be missed.
+    - `rounding`: results are the same up to rounding. Layers of an nn.LSTM may then be cut in time, which lowers the
+      least budget.
+    - `verify`: so many first steps also run in eager PyTorch, on copies, and every bit is compared; that needs eager's
+      memory beside the budget, which is said first. A difference is a VerifyError that names what differs and the
+      first op that does, and the step is undone.
+    """
+    refuse_call(verify, rounding=rounding)
+    request = Request(
+        step,
+        model,
+        optimizer,
+        budget=budget,
+        plan=plan,
+        time_limit=time_limit,
+        costs=costs,
+        rounding=rounding,
+        tell=tell,
+    )
+    fitted = Fitted(request, example)
+    if verify:
+        fitted.verify(verify)
+    return fitted

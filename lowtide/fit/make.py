@@ -1,0 +1,144 @@
+"""From a request and a batch to a step that can run: captured, priced, planned and bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowtide import report
+from lowtide.budget import free_memory, read_budget
+from lowtide.capture import capture
+from lowtide.captured import Captured
+from lowtide.check import check
+from lowtide.choice import Choice, choose, given
+from lowtide.costs import Costs
+from lowtide.errors import CaptureError
+from lowtide.execute import Runner, execute
+from lowtide.fit.request import PlanFrom, Request
+from lowtide.graph import Graph
+from lowtide.guards import Place
+from lowtide.measure import measure, roofline
+from lowtide.plan import as_eager, carry, plan
+from lowtide.program import Plan
+from lowtide.rewrite import EXACT, apply
+from lowtide.simulate import simulate
+
+FREE = 0.9  # of the memory that is free: the budget where none is given
+
+Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a step is captured and how its program is called: the whole step, or in some other way."""
+
+    capture: Callable[[Request, tuple[Any, ...], Numbers], Captured]
+    caller: Callable[[Runner], Callable[..., Any]]  # what is called with a batch
+    alone: str | None = None  # why its steps can't run beside eager's; None: they can
+
+
+def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
+    return capture(request.step, request.model, request.optimizer, batch, numbers=numbers)
+
+
+WHOLE = Manner(_capture_whole, lambda runner: runner)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The step for batches of one kind."""
+
+    runner: Runner
+    call: Callable[..., Any]  # by the runner, in the manner of the step
+    plan: Plan
+    costs: Costs
+    eager_peak: int  # bytes, predicted
+    chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+
+
+class Maker:
+    """Makes the steps of one request, all within one budget."""
+
+    def __init__(self, request: Request, manner: Manner) -> None:
+        self.budget: int | None = None  # bytes, once it is known what a part of the step is
+        self._request, self._manner = request, manner
+
+    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Fit | None = None) -> Fit:
+        """The step for batches like this one; from a similar one, if one is known, where that can be."""
+        captured = self._capture(batch, numbers)
+        self._request.say(f"captured {len(captured.graph.ordinary)} ops")
+        if known is None and self._request.plan is not None:
+            chosen = self._given(self._request.plan, captured.graph)
+        else:
+            chosen = self._carried(known, captured.graph) or choose(
+                captured.graph, self._price, self._search, rounding=self._request.rounding
+            )
+        found = chosen.plan
+        bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
+        self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
+        return self._bind(replace(captured, graph=chosen.graph), found, chosen.costs, chosen.eager_peak, chosen.chunks)
+
+    def anew(self, fit: Fit, aim: int, costs: Costs) -> Fit:
+        """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""
+        captured = fit.runner.captured
+        found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
+        found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
+        made = self._bind(captured, found, costs, fit.eager_peak, fit.chunks)
+        made.runner.lessons.mismatches = fit.runner.lessons.mismatches
+        return made
+
+    def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
+        runner = execute(captured, found.program, costs.nbytes)
+        return Fit(runner, self._manner.caller(runner), found, costs, eager_peak, chunks)
+
+    def _capture(self, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
+        """Numbers that change all the time are inputs, unless the step can't take them as such."""
+        try:
+            return self._manner.capture(self._request, batch, numbers)
+        except CaptureError:
+            if not numbers:
+                raise
+            return self._manner.capture(self._request, batch, ())
+
+    def _given(self, source: PlanFrom, graph: Graph) -> Choice:
+        """The plan that was asked for, if it is one of this step and keeps its promise."""
+        chosen = given(source, graph, self._price, rounding=self._request.rounding)
+        check(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
+        self.budget = chosen.plan.budget
+        return chosen
+
+    def _carried(self, known: Fit | None, graph: Graph) -> Choice | None:
+        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
+        if known is None or known.chunks != 1:
+            return None
+        rewritten = apply(graph, EXACT)
+        candidate, costs = rewritten.graph, self._price(rewritten.graph)
+        before = known.runner.captured.graph
+        if before.fingerprint == candidate.fingerprint:
+            return Choice(candidate, costs, known.plan, known.eager_peak)
+        found = carry(known.plan, before, candidate, costs, self.budget)
+        if found is None:
+            return None
+        found = replace(found, rewrites=rewritten.rewrites)
+        return Choice(candidate, costs, found, simulate(candidate, costs, as_eager(candidate)).peak)
+
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
+        if self.budget is None:
+            self.budget = self._read_budget(graph.device, costs.stays(graph), eager_peak)
+        self._request.say(f"planning within {report.show_bytes(self.budget)}")
+        return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
+
+    def _read_budget(self, device: str, stays: int, eager_peak: int) -> int:
+        """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
+        if self._request.budget is not None:
+            return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
+        free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+        return stays + int(FREE * free)
+
+    def _price(self, graph: Graph) -> Costs:
+        if self._request.costs == "roofline":
+            return roofline(graph)
+        return measure(graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops"))

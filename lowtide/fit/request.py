@@ -1,0 +1,47 @@
+"""What is asked of the front door, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, get_args
+
+from lowtide.budget import read_budget
+from lowtide.errors import UsageError
+from lowtide.plan import TIME_LIMIT
+from lowtide.program import Plan
+
+Tell = Callable[[str], None]
+CostsFrom = Literal["measured", "roofline"]
+PlanFrom = Plan | str | os.PathLike[str]  # a plan, or the file that it was saved to
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step and what is wanted of it; a wrong one is refused before anything is captured."""
+
+    step: Callable[..., Any]
+    model: Any
+    optimizer: Any = None  # None, one, or a tuple of them
+    _: KW_ONLY
+    budget: int | str | None = None  # bytes of the whole step, "2GiB", or "50%"; None: what is free on the machine
+    plan: PlanFrom | None = None  # in place of a budget
+    time_limit: float = TIME_LIMIT  # seconds of planning
+    costs: CostsFrom = "measured"
+    rounding: bool = False  # results may be the same up to rounding, not to the bit
+    tell: Tell | None = None  # is told, a line each, what happens before steps
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.plan is not None:
+            raise UsageError("a plan has its own budget.", hint="give a budget or a plan, not both.")
+        if self.costs not in get_args(CostsFrom):
+            known = ", ".join(get_args(CostsFrom))
+            raise UsageError(f"there are no costs {self.costs!r}.", hint=f"choose one of {known}.")
+        if isinstance(self.budget, str):
+            read_budget(self.budget, stays=1, eager_peak=1)
+
+    def say(self, line: str) -> None:
+        """Tell whoever wants to know."""
+        if self.tell is not None:
+            self.tell(line)

@@ -1,0 +1,78 @@
+"""What a call makes, found by calling it on tensors without contents: no shape rule is written down anywhere here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.graph import Arg, Constant, Op, Read, Value, View
+from lowtide.kernels import constant, overload, returns_one
+
+UNKNOWN = 0.5  # for a number that is known only when the step runs
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor that a call makes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int  # of the whole storage
+
+
+class Shapes:
+    """The values of a graph, which may grow meanwhile, as tensors without contents."""
+
+    def __init__(self, values: Sequence[Value], views: Sequence[View]) -> None:
+        self.values, self.views = values, views
+        self.known: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def is_tensor(self, read: Read) -> bool:
+        """Whether this is a tensor rather than a number."""
+        return self.values[read.value].kind != "scalar"
+
+    def tensor(self, read: Read) -> torch.Tensor:
+        """What a call sees of a value."""
+        value = self.values[read.value]
+        key = (value.dtype, value.shape, value.stride, read.view)
+        if key not in self.known:
+            if read.view is None:
+                dtype = getattr(torch, value.dtype)
+                made = torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
+            else:
+                view = self.views[read.view]
+                parent = self.tensor(Read(read.value, view.parent))
+                made = overload(view.target)(parent, *(self.argument(arg) for arg in view.args))
+                made = made if view.item is None else made[view.item]
+            self.known[key] = made
+        return self.known[key]
+
+    def argument(self, arg: Arg) -> Any:
+        """An argument as the call gets it."""
+        match arg:
+            case Read():
+                return self.tensor(arg) if self.is_tensor(arg) else UNKNOWN
+            case Constant(family, name):
+                return torch.device("meta") if family == "device" else constant(family, name)
+            case tuple():
+                return [self.argument(item) for item in arg]
+            case _:
+                return arg
+
+    def made(self, op: Op) -> list[Form | None]:
+        """What a call makes, for each of its results; None for what is no tensor."""
+        args = [self.argument(arg) for arg in op.args]
+        kwargs = {key: self.argument(arg) for key, arg in op.kwargs}
+        results = overload(op.target)(*args, **kwargs)
+        return [_form(result) for result in ([results] if returns_one(op.target) else results)]
+
+
+def _form(result: Any) -> Form | None:
+    if not isinstance(result, torch.Tensor):
+        return None
+    dtype = str(result.dtype).removeprefix("torch.")
+    return Form(dtype, tuple(result.shape), tuple(result.stride()), result.untyped_storage().nbytes())

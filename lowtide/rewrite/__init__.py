@@ -1,0 +1,97 @@
+"""Graph -> Graph: passes over a step before it is planned, exact ones and others; PASSES fixes their order.
+
+Bitwise ones are always taken; those that change the rounding, or more, are off unless they are named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import ProgramError, UsageError
+from lowtide.graph import Graph
+from lowtide.rewrite.chunks import RECURRENT, cut, longest
+from lowtide.rewrite.narrow import narrow
+from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrites import Change, Exactness, Rewrite, Setting
+
+__all__ = ["EXACT", "PASSES", "RECURRENT", "Pass", "Rewritten", "apply", "chunks", "cut", "longest", "with_narrow"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A technique that rewrites a graph: one file of this room, and one line of PASSES."""
+
+    name: str
+    exactness: Exactness
+    run: Callable[[Graph, Any], Graph]  # given the setting; returns the graph as it is where there is nothing to do
+
+    def by(self, setting: Setting = None) -> Rewrite:
+        """What the pass is called in plans and reports."""
+        return Rewrite(self.name, setting, self.exactness)
+
+
+PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
+    Pass("chunks", "rounding", cut),
+    Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
+    Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
+)
+EXACT = tuple(one.by() for one in PASSES if one.exactness == "bitwise")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph, and what was done to it."""
+
+    graph: Graph
+    changes: tuple[Change, ...]  # of the rewrites that changed something, in their order
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """The rewrites that changed something."""
+        return tuple(change.rewrite for change in self.changes)
+
+
+def chunks(count: int) -> Rewrite:
+    """Recurrent layers cut in time into so many calls."""
+    return next(one for one in PASSES if one.name == "chunks").by(count)
+
+
+def apply(graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
+    """The graph after these passes, in the order of PASSES, whatever order they are named in; checked after each."""
+    wanted = {rewrite.name: rewrite for rewrite in rewrites}
+    if unknown := sorted(wanted.keys() - {one.name for one in PASSES}):
+        names = ", ".join(one.name for one in PASSES)
+        raise UsageError(f"there is no rewrite {', '.join(unknown)}.", hint=f"there are {names}.")
+    changes = []
+    for one in PASSES:
+        if one.name not in wanted:
+            continue
+        before, graph = graph, one.run(graph, wanted[one.name].setting)
+        if graph == before:
+            continue
+        if graph.fault is not None:
+            raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
+        changes.append(_change(one.by(wanted[one.name].setting), before, graph))
+    return Rewritten(graph, tuple(changes))
+
+
+def with_narrow(graph: Graph) -> Graph:
+    """The graph after all passes that keep every bit."""
+    return apply(graph, EXACT).graph
+
+
+def _change(rewrite: Rewrite, before: Graph, after: Graph) -> Change:
+    old, new = ({op.name for op in graph.ops if not op.optional} for graph in (before, after))
+    offered = len(after.ops) - len(after.ordinary) - (len(before.ops) - len(before.ordinary))
+    had, has = (Counter((value.name, value.nbytes, value.storage) for value in g.values) for g in (before, after))
+    return Change(
+        rewrite,
+        ops_added=len(new - old),
+        ops_removed=len(old - new),
+        ops_offered=offered,
+        values_added=(has - had).total(),
+        values_removed=(had - has).total(),
+    )
