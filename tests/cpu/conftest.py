@@ -15,6 +15,7 @@ import torch
 
 from lowtide import allocator, files
 from lowtide.kernels import own
+from lowtide.watch import quick, tensors
 
 measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
 PLANNER = ("exact", "layout", "problem")
@@ -25,6 +26,8 @@ def libraries() -> None:
     """Load them before a test names an empty cache folder, in which each would be compiled again."""
     allocator.available()
     own._library()
+    quick._library()
+    tensors.library()
     for name in PLANNER:
         importlib.import_module(f"lowtide.plan.{name}").library()
 
