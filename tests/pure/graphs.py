@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lowtide.costs import Costs
+from lowtide.costs import Costs, lanes
 from lowtide.graph import Alternative, Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Place, Read, Value, View
 from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
@@ -233,7 +233,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
         in_place=tuple(in_place),
         origin="measured",
         machine="made up",
-        bandwidth=(("host", 1e9), ("disk", 1e8)),
+        lanes=lanes((("host", 1e9), ("disk", 1e8))),
     )
 
 
