@@ -33,6 +33,7 @@ Phase = Literal["forward", "backward", "update"]
 Role = Literal["result", "gradient", "buffer", "input"]
 Place = Literal["device", "host", "disk"]  # where bytes are; a budget is of the device's
 Form = Literal["plain", "blocked", "packed", "sparse", "sharded"]  # how bytes stand for elements
+GENERATOR, HANDOVER = "generator", "handover"  # channels: random numbers; code that is not in the step
 OPAQUE: frozenset[Form] = frozenset({"blocked", "packed", "sparse"})  # forms that no view can read
 
 
@@ -91,7 +92,7 @@ class Op:
     outputs: tuple[int | None, ...] = ()  # a value for each result of the call; None: no tensor, or not a new one
     updates: tuple[tuple[int, int], ...] = ()  # (new, old): the call writes over old's storage; new is there then
     detachable: bool = False  # given None for what it updates it returns the same outputs, so it may run again
-    random: bool = False  # draws from the generator
+    channels: tuple[str, ...] = ()  # "generator", "handover", "group:0": what it does besides, in which order matters
     optional: bool = False  # eager does not run it; what it makes may be what an ordinary op makes too
     forgotten: str = ""  # the function of lowtide.recompute whose second run it is part of; it stays as it is
     phase: Phase = "forward"
@@ -108,6 +109,11 @@ class Op:
     def makes(self) -> tuple[int, ...]:
         """The values that exist after the call: its outputs, then what it updated."""
         return tuple(v for v in self.outputs if v is not None) + tuple(new for new, _ in self.updates)
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws from the generator: it may run again, with the state that it was drawn from."""
+        return GENERATOR in self.channels
 
     def arguments(self) -> Iterator[Read]:
         """Every tensor argument, also those in lists."""
@@ -247,7 +253,16 @@ class Graph:
 
     def repeatable(self, op: int) -> bool:
         """Whether the op may run a second time, given what it reads."""
-        return not self.effects[op] or self.ops[op].detachable
+        item = self.ops[op]
+        return (not self.effects[op] or item.detachable) and all(channel == GENERATOR for channel in item.channels)
+
+    def ordered(self, one: int, other: int) -> bool:
+        """Whether the first runs of two ops keep the graph's order: they share a channel, or one hands over.
+
+        The code that a step hands over to may do anything, so what is in any channel stays before or after it.
+        """
+        first, second = self.ops[one].channels, self.ops[other].channels
+        return bool(first and second) and (HANDOVER in first + second or not set(first).isdisjoint(second))
 
     def reads_of(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The values that a run of the op reads; a repeated one leaves its lasting updates alone."""
@@ -308,6 +323,7 @@ class Graph:
         line = f"{op.name}: {made + ' = ' if made else ''}{op.target}({', '.join(args)})"
         line += "".join(f" updates %{old} to %{new}" for new, old in op.updates)
         line += " random" if op.random else ""
+        line += "".join(f" in {channel}" for channel in op.channels if channel != GENERATOR)
         line += " optional" if op.optional else ""
         line += f" forgotten by {op.forgotten}" if op.forgotten else ""
         return line + f"  # {' '.join(filter(None, (op.phase, op.module, op.source)))}"
@@ -327,9 +343,10 @@ class Graph:
 
 
 def waits(ops: Sequence[Op], over: Sequence[Iterable[tuple[int, int]]]) -> tuple[frozenset[int], ...]:
-    """For each op those that must run before it: makers of what it reads, readers of what it writes over, a draw.
+    """For each op those that must run before it: makers of what it reads, readers of what it writes over, channels.
 
-    `over` has for each op the pairs (new, old) that count as written over. Draws keep the order that they have.
+    `over` has for each op the pairs (new, old) that count as written over. What is in a channel keeps the order that
+    it has there, and what is in any stays before or after a handover.
     """
     maker: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -338,13 +355,14 @@ def waits(ops: Sequence[Op], over: Sequence[Iterable[tuple[int, int]]]) -> tuple
             maker.setdefault(value, index)
         for value in () if op.optional else op.reads:
             readers.setdefault(value, []).append(index)
-    found, last_draw = [], -1
+    found = []
+    last: dict[str, int] = {}  # channel -> the op that was the last in it
     for index, op in enumerate(ops):
         before = {maker.get(value, -1) for value in op.reads}
         before.update(*(readers.get(old, ()) for _, old in over[index]))
-        if op.random:
-            before.add(last_draw)
-            last_draw = index
+        channels = last.keys() if HANDOVER in op.channels else {*op.channels, HANDOVER} if op.channels else set()
+        before |= {last[channel] for channel in channels if channel in last}
+        last |= dict.fromkeys(op.channels, index)
         found.append(frozenset(before - {-1, index}))
     return tuple(found)
 

@@ -75,7 +75,7 @@ def late_results(problem: Problem, order: Ints) -> Ints:
     place = {int(op): number for number, op in enumerate(order)}
     goes_to = dict(place)
     for op in map(int, reversed(order)):
-        if graph.effects[op] or graph.ops[op].random or graph.ops[op].phase == "update" or not followers[op]:
+        if graph.effects[op] or graph.ops[op].channels or graph.ops[op].phase == "update" or not followers[op]:
             continue
         to = min(goes_to[other] for other in followers[op])
         made = sum(int(problem.nbytes[value]) for value in graph.makes[op])

@@ -62,7 +62,7 @@ def _repeated(graph: Graph, kept: set[int]) -> _Found:
     number = list(range(len(graph.values)))
     known: dict[Key, int] = {}
     for index, op in enumerate(graph.ops):
-        if op.phase == "update" or op.random or op.optional or op.forgotten:
+        if op.phase == "update" or op.channels or op.optional or op.forgotten:
             continue
         if graph.effects[index] and not op.detachable:
             continue
@@ -147,7 +147,7 @@ def _idle(graph: Graph, found: _Found) -> set[int]:
         if index in found.gone:
             continue
         read = any(graph.readers[value] for value in op.makes)
-        free = op.phase == "backward" and not op.random and not op.forgotten and not graph.effects[index]
+        free = op.phase == "backward" and not op.channels and not op.forgotten and not graph.effects[index]
         if free and read and not wanted & set(op.makes):
             idle.add(index)
         else:
