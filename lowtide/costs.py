@@ -12,6 +12,7 @@ from lowtide.files.shapes import Absent, amount, many, record, row, text, whole,
 from lowtide.graph import Graph
 
 Origin = Literal["measured", "roofline"]
+ALIGNMENT = 64  # bytes: of the CPU's arena, and where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Costs:
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
+    alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
     def stays(self, graph: Graph) -> int:
@@ -55,6 +57,7 @@ class Costs:
             "machine": self.machine,
             "bandwidth": [list(pair) for pair in self.bandwidth],
             "code": self.code,
+            "alignment": self.alignment,
             "notes": list(self.notes),
         }
         files.save(path, "costs", payload, force=force)
@@ -120,6 +123,7 @@ COSTS = record(
         "machine": text,
         "bandwidth": many(row(text, amount)),
         "code": Absent(_number, 0),
+        "alignment": Absent(whole(1), ALIGNMENT),
         "notes": many(text),
     },
     into=Costs,

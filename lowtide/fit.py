@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import torch
-
+from lowtide import device as devices
 from lowtide import report
 from lowtide.allocator.arena import ArenaError, give_back
-from lowtide.budget import free_memory, read_budget
+from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.capture.door import refuse_to_run
 from lowtide.captured import Captured
@@ -248,8 +247,7 @@ class Fitted:
             if self._asked is not None:
                 self._bytes = read_budget(self._asked, stays=stays, eager_peak=eager_peak)
             else:
-                free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
-                self._bytes = stays + int(FREE * free)
+                self._bytes = stays + int(FREE * devices.of(device).free_bytes())
         return self._bytes
 
     def _take(self, fit: _Fit, batch: tuple[Any, ...]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private, tree
+from lowtide import device, private, tree
 from lowtide.capture import optimizer as optimizers
 from lowtide.capture.assume import Assumptions, refuse_generators
 from lowtide.capture.deeds import Deeds
@@ -67,7 +67,7 @@ def _one_device(tensors: Mapping[str, torch.Tensor]) -> str:
         raise CaptureError(
             f"the step uses {len(homes)} devices: {listing}.", hint="move model and batch to one device."
         )
-    return next(iter(homes), "cpu")
+    return next(iter(homes), device.CPU.name)
 
 
 def _refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -353,7 +353,7 @@ class Trace:
                 outputs=tuple(outputs),
                 views=views,
                 device=self.device,
-                generator_bytes=int(torch.get_rng_state().nbytes),
+                generator_bytes=int(device.of(self.device).generator().get_state().nbytes),
                 notes=self.notes,
             ),
             step=self.step,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lowtide import device
 from lowtide.errors import LowtideError, StepError
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
@@ -34,7 +35,8 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
         for kinds in (("parameter", "state"), ("buffer",), ("gradient",))
     )
     if state is not None and not parameters:
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        generator = device.of(graph.device).generator()
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     what, hint = _damage(graph, parameters, buffers, gradients)
     message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached)}"
     if interrupted:

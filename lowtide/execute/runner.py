@@ -9,11 +9,9 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
-import torch
-
-from lowtide import allocator, private
+from lowtide import device, private
 from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import POOL, ArenaError, Step, Stepping, Tape, stepping
+from lowtide.allocator.arena import ArenaError, Step, Stepping, Tape
 from lowtide.budget import allowance
 from lowtide.captured import Captured
 from lowtide.errors import LowtideWarning
@@ -37,6 +35,7 @@ class Runner:
     def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
         self.captured = captured
         self.program = program
+        self.device = device.of(captured.graph.device)
         self.insists = False  # on memory: without what its arena needs it raises an ArenaError, and has run nothing
         self.beside = 0  # bytes that libraries will take beside the step, if it insists
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
@@ -46,14 +45,14 @@ class Runner:
         self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
         self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
         self._binding = Binding(captured)
-        self._function, self.source = generate(captured.graph, program)
+        self._function, self.source = generate(captured.graph, program, self.device)
         self._cursor = array("q", [0])
         self._state: bytes | None = None  # of the generator before the step
         self._tape: Tape | None = None
         self._lessons = LESSONS
         if self.arena_bytes:
-            POOL.expect(self, self.arena_bytes)
-        elif program.arena and captured.graph.device == "cpu" and (error := _missing()) is not None:
+            self.device.arenas.expect(self, self.arena_bytes)
+        elif program.arena and (error := self.device.missing()) is not None:
             _without_arena(error.message, error.hint)
 
     @property
@@ -85,7 +84,7 @@ class Runner:
         return result
 
     def _arranged(self) -> bool:
-        return self.captured.graph.device == "cpu" and _missing() is None
+        return self.device.missing() is None
 
     def _inputs(self, batch: tuple[Any, ...]) -> list[Any]:
         """What the program is given, if it fits this batch and the model."""
@@ -100,7 +99,7 @@ class Runner:
         arena = None
         if self._tape is not None and self.program.arena:
             try:
-                arena = stack.enter_context(POOL.borrow(self.program.arena))
+                arena = stack.enter_context(self.device.arenas.borrow(self.program.arena))
             except ArenaError as error:
                 if self.insists:
                     raise
@@ -108,10 +107,10 @@ class Runner:
                 _without_arena(error.message, error.hint, metered=True)
                 self._tape = None
         if self._tape is None:
-            POOL.empty()  # a step that learns needs the memory
+            self.device.arenas.empty()  # a step that learns needs the memory
             if self.insists:
                 self._look_for_room()
-        context = stepping(cursor, self._tape, arena)
+        context = self.device.stepping(cursor, self._tape, arena)
         stack.callback(context.end)  # an interruption may come before the next line is done
         try:
             stack.enter_context(context)
@@ -133,7 +132,7 @@ class Runner:
 
     def _begin(self, inputs: list[Any], stack: ExitStack, cursor: array[int]) -> Any:
         """Call the program."""
-        generator = torch.default_generator
+        generator = self.device.generator()
         if self.captured.graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = Places(self.captured.graph.device)
@@ -174,16 +173,6 @@ def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None =
     `nbytes` is for each value what the plan counted with, where that is not what the graph declares.
     """
     return Runner(captured, program, nbytes)
-
-
-@cache
-def _missing() -> AllocatorUnavailable | None:
-    """Why steps can't run in an arena here, if they can't."""
-    try:
-        allocator.build.load()
-    except AllocatorUnavailable as error:
-        return error
-    return None
 
 
 @cache

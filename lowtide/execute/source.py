@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide import kernels
+from lowtide.device import Device
 from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
 from lowtide.graph import Arg, Constant, Graph, Op, Read
@@ -24,8 +25,8 @@ from lowtide.program import Copy, Free, Program, Run, Wait, exists
 FILE = "<lowtide program>"  # as which tracebacks name it
 
 
-def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
-    """The function that runs the program on a list of inputs, and its source."""
+def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[..., Any], str]:
+    """The function that runs the program on a list of inputs, with the device's own kernels, and its source."""
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
     if graph.fault is not None:
@@ -33,7 +34,7 @@ def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
-    writer = _Writer(graph, program)
+    writer = _Writer(graph, program, device)
     source = writer.write()
     namespace = dict(writer.names)
     exec(compile(source, FILE, "exec"), namespace)
@@ -61,8 +62,9 @@ class _Home:
 class _Writer:
     """Writes the source of one program."""
 
-    def __init__(self, graph: Graph, program: Program) -> None:
+    def __init__(self, graph: Graph, program: Program, device: Device) -> None:
         self.graph = graph
+        self.device = device
         self.program = program
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}  # global name -> kernel or constant
@@ -121,7 +123,7 @@ class _Writer:
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target))
+        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target, self.device.own_kernel))
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
@@ -261,7 +263,7 @@ class _Writer:
         """Make one view from its parent's variable."""
         item = self.graph.views[view]
         args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
-        call = f"{self.constant(kernels.kernel(item.target))}({args})"
+        call = f"{self.constant(kernels.kernel(item.target, self.device.own_kernel))}({args})"
         if item.item is not None:
             whole = (item.parent, item.target, item.args)
             if whole not in tensor.views:

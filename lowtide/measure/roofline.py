@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
+from lowtide import device, kernels
 from lowtide.costs import Costs
 from lowtide.graph import Arg, Constant, Graph, Read
 from lowtide.private import flop_registry
@@ -48,6 +48,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
         origin="roofline",
         machine=f"{flops:.3g} operations and {bandwidth:.3g} bytes a second",
         bandwidth=(("host", bandwidth), ("disk", bandwidth / 10)),
+        alignment=device.of(graph.device).alignment,
     )
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lowtide import native
-from lowtide.check import ALIGNMENT
-from lowtide.costs import Costs
+from lowtide.costs import ALIGNMENT, Costs
 from lowtide.graph import Graph
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
@@ -63,11 +62,11 @@ def layout(
     if library() is None:
         return program
     blocks, made = _blocks(graph, costs, program)
-    simulation = simulate(graph, costs, _placed(program, blocks, made))
+    simulation = simulate(graph, costs, _placed(program, blocks, made, costs.alignment))
     goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
-    most = _move_out(blocks, simulation.start, np.array(simulation.outside, np.int64), goal)
+    most = _move_out(blocks, costs.alignment, simulation.start, np.array(simulation.outside, np.int64), goal)
     inside = [block for block in blocks if not block.outside]
-    buffers = _buffers(inside)
+    buffers = _buffers(inside, costs.alignment)
     offsets = pack(buffers, enough=goal - most if limit is not None else 0, steps=steps, until=until, seed=seed)
     for block, offset in zip(inside, offsets, strict=True):
         block.offset = int(offset)
@@ -132,7 +131,7 @@ def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], 
     return blocks, made
 
 
-def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], arena: int = ALIGNMENT) -> Program:
+def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], arena: int) -> Program:
     """The program with its blocks at their offsets."""
     rows: list[Instruction] = []
     for instruction, row in zip(program.instructions, made, strict=True):
@@ -147,20 +146,21 @@ def _placed(program: Program, blocks: list[Block], made: list[tuple[int, ...]], 
     return Program(program.graph, tuple(rows), arena)
 
 
-def _buffers(blocks: list[Block]) -> Buffers:
-    """What the blocks take of the arena."""
-    rows = [(block.first, block.last, -(-block.nbytes // ALIGNMENT) * ALIGNMENT) for block in blocks]
-    return Buffers(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+def _buffers(blocks: list[Block], step: int) -> Buffers:
+    """What the blocks take of an arena whose offsets are multiples of `step` bytes."""
+    rows = [(block.first, block.last, -(-block.nbytes // step) * step) for block in blocks]
+    first, last, nbytes = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+    return Buffers(first, last, nbytes, step)
 
 
-def _move_out(blocks: list[Block], start: int, outside: Ints, goal: int) -> int:
+def _move_out(blocks: list[Block], step: int, start: int, outside: Ints, goal: int) -> int:
     """Move blocks out of the arena where all is more than `goal` bytes, and return the most that is outside then.
 
     Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
     gradient, would have its bytes to itself from the start, when activations could use them until it is made.
     """
     inside = [block for block in blocks if not block.outside]
-    buffers = _buffers(inside)
+    buffers = _buffers(inside, step)
     level = _level(buffers.first, buffers.last, buffers.nbytes, len(outside))
     most = max(start, int(outside.max(initial=0)))
     live = max(start, int((level + outside).max(initial=0)))
@@ -211,6 +211,7 @@ class Buffers:
     first: Ints
     last: Ints
     nbytes: Ints
+    alignment: int = ALIGNMENT  # bytes
 
     @property
     def live(self) -> int:
@@ -229,7 +230,7 @@ class Buffers:
         ends = np.zeros(len(starts) + 1, np.int64)
         ends[last] = 1  # a moment without an end after it holds no more than the next one
         moment = np.concatenate(([0], np.cumsum(ends[1:])))
-        return Buffers(moment[first], moment[last], self.nbytes[chosen])
+        return Buffers(moment[first], moment[last], self.nbytes[chosen], self.alignment)
 
 
 def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
@@ -243,6 +244,7 @@ def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
 def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float = math.inf, seed: int = 0) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
     low = live = buffers.live
+    step = buffers.alignment
     by_size = np.lexsort((buffers.first, -buffers.nbytes))
     best = first_fit(buffers, by_size)
     ways = list(_ways(buffers, by_size, live))
@@ -251,14 +253,14 @@ def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float 
         top = buffers.top(best)
         if top <= max(low, enough if attempt else min(enough, int(CLOSE * live))):
             break
-        height = (low + top) // 2 // ALIGNMENT * ALIGNMENT if attempt else live
+        height = (low + top) // 2 // step * step if attempt else live
         if attempt and low < enough < top:
-            height = enough // ALIGNMENT * ALIGNMENT
+            height = enough // step * step
         found = _below(buffers, height, ways, steps, until, chance)
         if found is not None and buffers.top(found) < top:
             best = found
         if found is None or buffers.top(found) > height:
-            low = height + ALIGNMENT
+            low = height + step
     return best
 
 

@@ -20,7 +20,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "
     "guards",
     "changes",
 }
-INSTRUMENTS = {"allocator", "kernels", "native", "private", "watch"}
+INSTRUMENTS = {"allocator", "device", "kernels", "native", "private", "watch"}
 VERBS = {"capture", "measure", "lossy", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}

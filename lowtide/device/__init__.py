@@ -1,0 +1,36 @@
+"""What a device is: one record of functions for each, and the only place that knows one by its name.
+
+Whoever runs, measures or meters asks `device.of(graph.device)`; a new device is a file beside `cpu.py`, and a line in
+`DEVICES`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lowtide.device.cpu import CPU
+from lowtide.device.record import Device
+from lowtide.errors import UsageError
+
+__all__ = ["CPU", "Device", "known", "of"]
+
+DEVICES = {"cpu": CPU, "meta": CPU}  # a model without numbers is planned for the CPU
+
+
+def of(name: str) -> Device:
+    """The device that a graph or a tensor names so; one that lowtide does not know is refused."""
+    if not known(name):
+        raise UsageError(
+            f"lowtide does not know the device {name!r}: it plans, meters and runs on {_names()}.",
+            hint='model.to("cpu") and batches there too, or train on that device without lowtide.',
+        )
+    return DEVICES[torch.device(name).type]
+
+
+def known(name: str) -> bool:
+    """Whether lowtide knows a device."""
+    return torch.device(name).type in DEVICES
+
+
+def _names() -> str:
+    return " and ".join(dict.fromkeys(device.name for device in DEVICES.values()))
