@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from lowtide.device.cpu import CPU
-from lowtide.device.record import Device
+from lowtide.device.record import Device, Flight, Store
 from lowtide.errors import UsageError
+from lowtide.program import Place
 
-__all__ = ["CPU", "Device", "known", "of"]
+__all__ = ["CPU", "Device", "Flight", "Store", "known", "of", "refuse_place"]
 
 DEVICES = {"cpu": CPU, "meta": CPU}  # a model without numbers is planned for the CPU
 
@@ -30,6 +31,14 @@ def of(name: str) -> Device:
 def known(name: str) -> bool:
     """Whether lowtide knows a device."""
     return torch.device(name).type in DEVICES
+
+
+def refuse_place(where: Device, place: Place) -> None:
+    """Raise where values can't be offloaded from this device to a place."""
+    if place not in where.stores:
+        there = " or ".join(f'"{name}"' for name in where.stores)
+        why = "the memory of the host is the device itself" if place == "host" else "there is no such place"
+        raise UsageError(f'values can\'t be offloaded to "{place}" from the {where.name}: {why}.', hint=f"use {there}.")
 
 
 def _names() -> str:

@@ -14,6 +14,7 @@ from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import POOL, stepping
 from lowtide.budget import free_memory
 from lowtide.costs import ALIGNMENT
+from lowtide.device.disk import STAGING, Disk
 from lowtide.device.record import Device
 from lowtide.kernels.own import quicker
 
@@ -58,5 +59,7 @@ CPU = Device(
     generator=_generator,
     clock=time.perf_counter,
     synchronise=_synchronise,
+    stores={"disk": Disk},
+    staging=STAGING,
     own_kernel=quicker,
 )

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowtide.allocator import AllocatorUnavailable, Meter
 from lowtide.allocator.arena import Arena, Pool, Stepping, Tape
+from lowtide.program import Place
+
+
+class Flight(Protocol):
+    """A copy that runs beside the computation."""
+
+    def wait(self) -> None:
+        """Return when the copy is done; one that failed raises a PlaceError."""
+
+
+class Store(Protocol):
+    """So many bytes in another place than the device, and the copies from and to it."""
+
+    nbytes: int
+    staging: int  # bytes of the device's memory that its copies go through
+
+    def grow(self, nbytes: int) -> None:
+        """Take room for so many bytes in all, now; a PlaceError says where there is none."""
+
+    def write(self, offset: int, source: torch.Tensor) -> Flight:
+        """Start to copy a tensor of bytes to an offset."""
+
+    def read(self, offset: int, target: torch.Tensor) -> Flight:
+        """Start to fill a tensor of bytes from an offset."""
+
+    def settle(self) -> None:
+        """Give up copies that have not begun, and return when none runs: nothing touches the device's bytes then."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Open(Protocol):
+    """Opens a store of so many bytes; where it is a file, in this folder."""
+
+    def __call__(self, nbytes: int, folder: str | os.PathLike[str] | None, /) -> Store:
+        """The store."""
 
 
 @dataclass(frozen=True)
@@ -29,4 +67,6 @@ class Device:
     generator: Callable[[], torch.Generator]  # that ops draw from
     clock: Callable[[], float]  # seconds
     synchronise: Callable[[], None]  # returns when all that was asked of the device is done
+    stores: Mapping[Place, Open]  # the places that values can go to from here, the nearest first
+    staging: int  # bytes of its memory that copies to them and back go through
     own_kernel: Callable[[str], Callable[..., Any] | None]  # for a target, ours that gives torch's bits sooner

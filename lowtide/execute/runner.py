@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
-from lowtide import device, private
+from lowtide import device as devices
+from lowtide import private
 from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import ArenaError, Step, Stepping, Tape
 from lowtide.budget import allowance
 from lowtide.captured import Captured
+from lowtide.device import Device
 from lowtide.errors import LowtideWarning
 from lowtide.execute.binding import Binding
 from lowtide.execute.failure import failed, let_go
 from lowtide.execute.places import Places
+from lowtide.execute.slots import slots
 from lowtide.execute.source import generate
 from lowtide.execute.tape import places, temporaries
 from lowtide.program import Program
@@ -32,10 +36,19 @@ class Runner:
     the others run in the arena. Without our allocator all of them are like the first.
     """
 
-    def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        nbytes: Sequence[int] | None = None,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        device: Device | None = None,
+    ) -> None:
         self.captured = captured
         self.program = program
-        self.device = device.of(captured.graph.device)
+        self.device = device or devices.of(captured.graph.device)
+        self.folder = folder  # for the file of what is copied to the disk
         self.insists = False  # on memory: without what its arena needs it raises an ArenaError, and has run nothing
         self.beside = 0  # bytes that libraries will take beside the step, if it insists
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
@@ -44,6 +57,10 @@ class Runner:
         self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
         self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
+        self._slots = slots(captured.graph, program, self._nbytes)
+        for place in self._slots:
+            devices.refuse_place(self.device, place)
+        self._places: list[Places] = []  # that no step uses now
         self._binding = Binding(captured)
         self._function, self.source = generate(captured.graph, program, self.device)
         self._cursor = array("q", [0])
@@ -54,6 +71,11 @@ class Runner:
             self.device.arenas.expect(self, self.arena_bytes)
         elif program.arena and (error := self.device.missing()) is not None:
             _without_arena(error.message, error.hint)
+
+    @property
+    def staging(self) -> int:
+        """The bytes of the device's memory that copies to other places and back go through; 0 without copies."""
+        return self.device.staging if self._slots else 0
 
     @property
     def arena_bytes(self) -> int:
@@ -135,16 +157,27 @@ class Runner:
         generator = self.device.generator()
         if self.captured.graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
-        stored = Places(self.captured.graph.device)
-        stack.callback(stored.close)
+        away = stack.enter_context(self._borrow_places())
         self._binding.take_gradients()
-        return self._function(inputs, generator, stored, cursor)
+        return self._function(inputs, generator, away, cursor)
+
+    @contextmanager
+    def _borrow_places(self) -> Iterator[Places]:
+        """The stores of what is copied away, for one step; they are opened once, and room is taken for all of it."""
+        found = self._places.pop() if self._places else None
+        if found is None or found.process != os.getpid():
+            found = Places(self.device, self._slots, self.folder)
+        try:
+            yield found
+        finally:
+            found.end()
+            self._places.append(found)
 
     def _learn(self, step: Step) -> None:
         """After a step: note its peak, or make the tape of what it allocated."""
         if self._tape is not None:
             self.mismatches += step.mismatches
-            peak = self._before + self.program.arena + step.outside
+            peak = self._before + self.staging + self.program.arena + step.outside
             if step.mismatches and self._lessons:
                 self._tape = None  # the next step learns again, and shows whether the plan is to blame
                 self.peak = max(self.peak or 0, peak)
@@ -159,20 +192,29 @@ class Runner:
         except ArenaError:  # the step is done all the same; the next one learns again
             return
         if all(item.stays for item in self.captured.graph.inputs):  # else something went that we did not see come
-            self._note(self._before + step.outside)
-            self.most = max(self.most or 0, self._before + self.program.arena + found.outside)
+            before = self._before + self.staging
+            self._note(before + step.outside)
+            self.most = max(self.most or 0, before + self.program.arena + found.outside)
 
     def _note(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)
         self.most = max(self.most or 0, peak)
 
 
-def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> Runner:
+def execute(
+    captured: Captured,
+    program: Program,
+    nbytes: Sequence[int] | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+) -> Runner:
     """Make a callable of a captured step and a program for its graph.
 
-    `nbytes` is for each value what the plan counted with, where that is not what the graph declares.
+    `nbytes` is for each value what the plan counted with, where that is not what the graph declares; `folder` is where
+    the file is made for what the program copies to the disk; `device` stands in for the one that the graph names.
     """
-    return Runner(captured, program, nbytes)
+    return Runner(captured, program, nbytes, folder=folder, device=device)
 
 
 @cache

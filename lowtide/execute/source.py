@@ -103,7 +103,7 @@ class _Writer:
                     self.load(value, offset)
                 case Copy(value, place):
                     part = self.graph.values[value].storage in self.graph.lasting_storages
-                    self.emit(f"places.store({value}, {place!r}, {self.held[value].name}, part={part})")
+                    self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
         results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
