@@ -12,6 +12,8 @@ from lowtide.device import Device, Flight, Store
 from lowtide.execute.slots import Slots
 from lowtide.program import Place
 
+Folder = str | os.PathLike[str] | None
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -58,9 +60,7 @@ class Places:
     They are opened before the first step that needs them, and stay open for the next.
     """
 
-    def __init__(
-        self, device: Device, slots: Mapping[Place, Slots], folder: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, device: Device, slots: Mapping[Place, Slots], folder: Folder = None) -> None:
         self.slots = slots
         self.beyond: dict[tuple[int, str], tuple[int, int]] = {}  # offset and room of what needs more than was planned
         self.stored: dict[tuple[int, str], _Stored] = {}
