@@ -3,7 +3,8 @@
 It walks the instructions once and keeps a list of the blocks that are there. It knows nothing of what values contain:
 a program is right if every run finds all that it reads, if nothing is written over while it is needed, if what cannot
 be repeated is not, and if what must outlive the step does: the last content of an input's storage at home, which is the
-caller's own storage. Outside the arena such a content is nowhere but at home.
+caller's own storage, on the device or in another place. What is copied to the place of its home goes home: on the
+device, unless it is for the arena.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import NoReturn, get_args
 
 from lowtide.costs import Costs
 from lowtide.errors import ProgramError
-from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Graph, Place
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 # Where and which: ("device" | "host" | "disk", value). Also on the device, while they last: ("home", storage), the
 # caller's own, which holds the bytes of the value in it; ("duplicate", value), ("temporaries", op), ("generator", op),
@@ -55,6 +56,7 @@ class _Judge:
         self.changed: dict[Block, int] = {}  # the instruction that last made a block appear or vanish
         self.flights: dict[Block, Block] = {}  # copies in flight: target -> source
         self.homes: dict[int, int | None] = {}  # the caller's storages -> the value that is there; None: none is
+        self.places: dict[int, Place] = {}  # the caller's storages -> where they are
         self.arena: list[tuple[int, int, Block]] = []  # (start, end, block), sorted; none has zero bytes
         self.outside = 0  # device bytes outside the arena
         self.held = [0] * len(program.instructions)  # most bytes outside the arena during each instruction
@@ -85,9 +87,10 @@ class _Judge:
             if storage in self.homes:
                 what = f"%{self.homes[storage]} and %{item.value} are inputs of one storage."
                 raise ProgramError("wrong graph", f"wrong graph: {what}")
-            self.homes[storage] = item.value
-            self.put(("home", storage), costs.nbytes[item.value], -1)
-            self.put(("device", item.value), 0, -1)
+            self.homes[storage], self.places[storage] = item.value, item.home
+            if item.home == "device":
+                self.put(("home", storage), costs.nbytes[item.value], -1)
+            self.put((item.home, item.value), 0, -1)
 
     def run(self, run: Run) -> None:
         """Run an op: what it reads is there, what it makes is there afterwards."""
@@ -130,7 +133,7 @@ class _Judge:
         for made, read in run.over:
             _, size = self.blocks["device", read]
             self.put(("device", made), size, self.drop(("device", read)))
-            if self.at_home(read):
+            if self.at_home(("device", read)):
                 self.homes[graph.values[read].storage] = made
         if self.last_replay.get(op) == self.now:
             self.drop(("generator", op))
@@ -192,7 +195,7 @@ class _Judge:
         if not fits or self.program.arena == 0 or where in ("host", "disk"):
             arena = f"an arena of {self.program.arena} B in steps of {self.costs.alignment}"
             self.fail("misplaced", f"{nbytes} B of {self.name(block)} at {offset} of {arena}.")
-        leaves = where == "device" and value in self.graph.required
+        leaves = where == "device" and value in self.graph.required and self.graph.home[value] == "device"
         if leaves and self.graph.values[value].storage not in self.graph.lasting_storages:
             self.fail("misplaced", f"{self.name(block)} leaves the step, but is at {offset} of the arena.")
 
@@ -204,14 +207,14 @@ class _Judge:
             self.fail("double free", f"{self.name(block)} is gone since instruction {self.changed[block]}.")
         self.check_still(block)
         self.drop(block)
-        where, value = block
-        if where == "device" and self.at_home(value):
-            self.leave_home(self.graph.values[value].storage)
+        if self.at_home(block):
+            self.leave_home(self.graph.values[block[1]].storage)
 
     def leave_home(self, storage: int) -> None:
-        """Nothing is at home; one that the step uses up is gone then, any other keeps its bytes for the caller."""
+        """Nothing is at home; one on the device that the step uses up is gone then, any other keeps its bytes."""
         self.homes[storage] = None
-        if not any(item.stays and self.graph.values[item.value].storage == storage for item in self.graph.inputs):
+        stays = any(item.stays and self.graph.values[item.value].storage == storage for item in self.graph.inputs)
+        if self.places[storage] == "device" and not stays:
             del self.homes[storage]
             self.drop(("home", storage))
 
@@ -227,11 +230,11 @@ class _Judge:
         source = min(sources, key=lambda block: UNREADABLE.index(self.unreadable(block)))
         self.check_readable(source)
         self.check_offset(target, self.costs.nbytes[value], at)
-        comes_home = to == "device" and at == -1 and storage in self.homes
+        comes_home = at == -1 and storage in self.homes and self.places[storage] == to
         if comes_home:
             other = self.homes[storage]
             if other is not None:
-                self.fail("overlap", f"{self.name(target)} comes home, where {self.name(('device', other))} is.")
+                self.fail("overlap", f"{self.name(target)} comes home, where {self.name((to, other))} is.")
             self.homes[storage] = value
         self.put(target, 0 if comes_home else self.costs.nbytes[value], at)
         self.flights[target] = source
@@ -255,7 +258,7 @@ class _Judge:
         inputs = {item.value for item in graph.inputs}
         wanted = graph.required | self.last_contents()
         for value in sorted(wanted):
-            block = ("device", value)
+            block: Block = (graph.home[value], value)
             if block not in self.blocks:
                 how = "gone" if block in self.changed else "never made"
                 what = f"{self.name(block)} must be there at the end, but is {how}."
@@ -264,10 +267,10 @@ class _Judge:
             if offset != -1:
                 what = f"{self.name(block)} outlives the step, but is at {offset} of the arena at the end."
                 self.fail("misplaced", what, at=self.changed[block])
-            if graph.values[value].storage in graph.lasting_storages and not self.at_home(value):
+            if graph.values[value].storage in graph.lasting_storages and not self.at_home(block):
                 what = f"{self.name(block)} is not in the caller's own storage at the end."
                 self.fail("away from home", what, at=self.changed[block])
-        welcome = {("device", value) for value in wanted | inputs}
+        welcome = {(graph.home[value], value) for value in wanted | inputs}
         for block in self.blocks:
             if block not in welcome and block[0] != "home":
                 self.fail("never freed", f"{self.name(block)} is left over.", at=self.changed[block])
@@ -280,9 +283,11 @@ class _Judge:
             last.update((values[old].storage, new) for new, old in op.updates if values[old].storage in last)
         return set(last.values())
 
-    def at_home(self, value: int) -> bool:
-        """Whether a value is in the caller's own storage."""
-        return self.homes.get(self.graph.values[value].storage) == value
+    def at_home(self, block: Block) -> bool:
+        """Whether a block is in the caller's own storage."""
+        place, value = block
+        storage = self.graph.values[value].storage
+        return self.homes.get(storage) == value and self.places[storage] == place
 
     def peak(self, budget: int | None) -> int:
         """The arena and the most that was ever outside it, which must be within the budget."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lowtide import files
 from lowtide.errors import FileError
 from lowtide.files.shapes import Absent, Misshapen, Shape, amount, flag, many, maybe, record, row, text, whole, word
-from lowtide.graph import Graph
-
-Place = Literal["device", "host", "disk"]
+from lowtide.graph import Graph, Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Simulation:
 
     live: tuple[int, ...]  # bytes in use during each instruction, temporaries inside ops included
     outside: tuple[int, ...]  # of these, bytes that are not in the arena
-    start: int  # bytes of the inputs, which are there before the first instruction
+    start: int  # bytes of the inputs that are there before the first instruction
     arena: int  # bytes
     seconds: float  # of one step
 
@@ -39,7 +39,7 @@ class Moment:
     """The device during one instruction; the same object moves on from one to the next."""
 
     present: dict[int, int]  # value -> its offset in the arena, -1 outside
-    homes: dict[int, int | None]  # the caller's storages -> the value that is there
+    homes: dict[int, int | None]  # the caller's storages on the device -> the value that is there
     inside: int = 0  # bytes of values in the arena
     outside: int = 0  # bytes of values outside it
     states: int = 0  # bytes of saved generator states
@@ -68,8 +68,8 @@ def simulate(graph: Graph, costs: Costs, program: Program) -> Simulation:
     for moment in moments(graph, costs, program):
         live.append(moment.inside + moment.outside + moment.states + moment.extra)
         outside.append(moment.outside + moment.states + moment.extra_outside)
-    start = sum(costs.nbytes[item.value] for item in graph.inputs)
-    return Simulation(tuple(live), tuple(outside), start, program.arena, elapsed(costs, program))
+    start = sum(costs.nbytes[item.value] for item in graph.inputs if item.home == "device")
+    return Simulation(tuple(live), tuple(outside), start, program.arena, elapsed(graph, costs, program))
 
 
 def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
@@ -77,8 +77,9 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
     nbytes = costs.nbytes
     moment = Moment({}, {})
     storage = [value.storage for value in graph.values]
-    kept = {storage[item.value] for item in graph.inputs if item.stays}
-    for item in graph.inputs:
+    present = [item for item in graph.inputs if item.home == "device"]
+    kept = {storage[item.value] for item in present if item.stays}
+    for item in present:
         moment.add(item.value, nbytes[item.value], -1)
         moment.homes[storage[item.value]] = item.value
     ends = _last_replays(graph, program)
@@ -146,13 +147,13 @@ def _last_replays(graph: Graph, program: Program) -> dict[int, int]:
     return {number: op for op, number in last.items()}
 
 
-def elapsed(costs: Costs, program: Program) -> float:
+def elapsed(graph: Graph, costs: Costs, program: Program) -> float:
     """The seconds of one step: ops one after another, copies beside them on one channel for each place."""
     rates = dict(costs.bandwidth)
     now = 0.0
     channel: dict[str, float] = {}
     arrival: dict[tuple[int, str], float] = {}
-    ready: set[tuple[int, str]] = set()  # copies in other places that can be read
+    ready = {(item.value, item.home) for item in graph.inputs}  # what can be read in other places
     for instruction in program.instructions:
         match instruction:
             case Run(op):

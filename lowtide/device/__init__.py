@@ -11,7 +11,7 @@ import torch
 from lowtide.device.cpu import CPU
 from lowtide.device.record import Device, Flight, Store
 from lowtide.errors import UsageError
-from lowtide.program import Place
+from lowtide.graph import Place
 
 __all__ = ["CPU", "Device", "Flight", "Store", "known", "of", "refuse_place"]
 

@@ -13,7 +13,7 @@ import torch
 
 from lowtide.allocator import AllocatorUnavailable, Meter
 from lowtide.allocator.arena import Arena, Pool, Stepping, Tape
-from lowtide.program import Place
+from lowtide.graph import Place
 
 
 class Flight(Protocol):

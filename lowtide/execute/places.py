@@ -10,7 +10,7 @@ import torch
 
 from lowtide.device import Device, Flight, Store
 from lowtide.execute.slots import Slots
-from lowtide.program import Place
+from lowtide.graph import Place
 
 Folder = str | os.PathLike[str] | None
 

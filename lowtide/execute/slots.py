@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.graph import Graph, Value
-from lowtide.program import Copy, Free, Place, Program
+from lowtide.graph import Graph, Place, Value
+from lowtide.program import Copy, Free, Program
 
 BLOCK = 4096  # bytes: offsets are multiples of it, as direct copies to a disk want it
 

@@ -31,6 +31,10 @@ def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[.
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
     if graph.fault is not None:
         raise ProgramError("unsound", f"the graph can't be run: {graph.fault}.")
+    for item in graph.ends:
+        if item.home != "device":
+            what = f"%{item.value} {graph.values[item.value].name} lives on the {item.home}"
+            raise ProgramError("away from home", f"{what}; only what lives on the device can be given and returned.")
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)

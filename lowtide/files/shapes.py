@@ -120,13 +120,14 @@ def many(shape: Shape) -> Shape:
     return decode
 
 
-def row(*shapes: Shape, into: Callable[..., Any] = lambda *items: items) -> Shape:
-    """A list with one of each, and what is made of them."""
+def row(*shapes: Shape, more: Sequence[Shape] = (), into: Callable[..., Any] = lambda *items: items) -> Shape:
+    """A list with one of each, and what is made of them; those of `more` may be left out."""
+    known = (*shapes, *more)
 
     def decode(data: Any) -> Any:
-        if type(data) is not list or len(data) != len(shapes):
-            raise Misshapen(f"a list of {len(shapes)}", data)
-        return into(*(_inside(shapes[place], item, place) for place, item in enumerate(data)))
+        if type(data) is not list or not len(shapes) <= len(data) <= len(known):
+            raise Misshapen(f"a list of {len(shapes)}{f' to {len(known)}' if more else ''}", data)
+        return into(*(_inside(known[place], item, place) for place, item in enumerate(data)))
 
     return decode
 

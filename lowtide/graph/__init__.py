@@ -10,12 +10,11 @@ make bit for bit what an ordinary op makes, from other arguments.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from lowtide import files
 
@@ -32,6 +31,9 @@ Kind = Literal[
 ]
 Phase = Literal["forward", "backward", "update"]
 Role = Literal["result", "gradient", "buffer", "input"]
+Place = Literal["device", "host", "disk"]  # where bytes are; a budget is of the device's
+Form = Literal["plain", "blocked", "packed", "sparse", "sharded"]  # how bytes stand for elements
+OPAQUE: frozenset[Form] = frozenset({"blocked", "packed", "sparse"})  # forms that no view can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Value:
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     eager_end: int = -1  # the op after which eager lets go of it; -1: never, within the step
+    form: Form = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class Input:
     value: int
     path: tuple[str | int, ...]  # ("layer1.weight",), ("layer1.weight", "exp_avg"), (0, "input_ids"), ...
     stays: bool = True  # the caller still holds it after the step; False: the step uses it up
+    home: Place = "device"  # where it is before the step, and the last content of its storage after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,22 @@ class Output:
     role: Role
     path: tuple[str | int, ...]
     view: int | None = None
+    home: Place = "device"  # where it must be after the step
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """While `value` is away, `keeper` is kept instead, and the same bits come back.
+
+    They come back as the value itself, made again by `restore`, or as what its readers make, run `instead` of them.
+    """
+
+    value: int
+    keeper: int  # a value: another one, or the value itself in another place
+    place: Place = "device"  # where the keeper is
+    store: int = -1  # the optional op that makes the keeper; -1: a copy does, or the step makes it anyway
+    restore: tuple[int, ...] = ()  # ops that make the value again, in order; (): a copy does, or nobody has to
+    instead: tuple[tuple[int, int], ...] = ()  # (reader, the optional op that reads the keeper in its place)
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,7 @@ class Graph:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     views: tuple[View, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()  # ways to be without a value for a while, bit for bit
     device: str = "cpu"
     generator_bytes: int = 0  # of one saved state of the random generator
     notes: tuple[str, ...] = field(default=(), compare=False)  # what capture wants the user to know
@@ -184,8 +205,20 @@ class Graph:
 
     @cached_property
     def required(self) -> frozenset[int]:
-        """The values that must be on the device when the step ends."""
+        """The values that must be there when the step ends, each at its home."""
         return frozenset(output.value for output in self.outputs)
+
+    @property
+    def ends(self) -> tuple[Input | Output, ...]:
+        """What the caller holds: the inputs, and the outputs."""
+        return (*self.inputs, *self.outputs)
+
+    @cached_property
+    def home(self) -> tuple[Place, ...]:
+        """For each value where the caller has it before or after the step; the device for all that never leave it."""
+        found: dict[int, Place] = {output.value: output.home for output in self.outputs}
+        storages = {self.values[item.value].storage: item.home for item in self.inputs}
+        return tuple(storages.get(item.storage, found.get(value, "device")) for value, item in enumerate(self.values))
 
     @cached_property
     def effects(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -226,18 +259,22 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the arithmetic: equal for equal steps, whatever file and line they come from."""
-        payload = _encode_graph(self)
+        from lowtide.graph.encode import encode_graph  # which reads what is defined here
+
+        payload = encode_graph(self)
         for op in payload["ops"]:
             op.pop("source", None)
         payload.pop("notes", None)
+        payload.pop("alternatives", None)
         return files.digest(payload)
 
     def __str__(self) -> str:
-        from_inputs = [f"  {self.show(item.value)} <- {_path(item.path)}" for item in self.inputs]
+        from_inputs = [f"  {self.show(item.value)} <- {_path(item.path)}{_at(item.home)}" for item in self.inputs]
         lines = [f"graph of {len(self.ops)} ops and {len(self.values)} values", "inputs:", *from_inputs, "ops:"]
         lines += [f"  {self.show_op(index)}" for index in range(len(self.ops))]
         lines += ["outputs:"]
-        lines += [f"  {self.show(output.value)} -> {output.role} {_path(output.path)}" for output in self.outputs]
+        for output in self.outputs:
+            lines.append(f"  {self.show(output.value)} -> {output.role} {_path(output.path)}{_at(output.home)}")
         return "\n".join(lines)
 
     def show(self, value: int) -> str:
@@ -246,7 +283,8 @@ class Graph:
         if item.kind == "scalar":
             return f"%{value} {item.name}: scalar"
         shape = "x".join(map(str, item.shape))
-        return f"%{value} {item.name}: {item.kind} {item.dtype}[{shape}] {item.nbytes} B"
+        form = "" if item.form == "plain" else f" {item.form}"
+        return f"%{value} {item.name}: {item.kind} {item.dtype}[{shape}]{form} {item.nbytes} B"
 
     def show_op(self, index: int) -> str:
         """One op as a line of a program."""
@@ -261,7 +299,9 @@ class Graph:
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save to one text file."""
-        files.save(path, "graph", _encode_graph(self), force=force)
+        from lowtide.graph.encode import encode_graph
+
+        files.save(path, "graph", encode_graph(self), force=force)
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, own: Collection[str] = ()) -> Graph:
@@ -283,6 +323,10 @@ def _path(path: tuple[str | int, ...]) -> str:
     return " ".join(map(str, path))
 
 
+def _at(home: Place) -> str:
+    return "" if home == "device" else f" on {home}"
+
+
 def _show_arg(arg: Arg) -> str:
     match arg:
         case Read(value, None):
@@ -295,48 +339,3 @@ def _show_arg(arg: Arg) -> str:
             return "[" + ", ".join(map(_show_arg, arg)) + "]"
         case _:
             return repr(arg)
-
-
-def encode_arg(arg: Arg) -> Any:
-    """An argument as JSON."""
-    match arg:
-        case Read(value, view):
-            return {"read": [value, view]}
-        case Constant(family, name):
-            return {"constant": [family, name]}
-        case complex():
-            return {"complex": repr(arg)}
-        case float() if not math.isfinite(arg):
-            return {"float": str(arg)}
-        case tuple():
-            return [encode_arg(item) for item in arg]
-        case _:
-            return arg
-
-
-def _encode_graph(graph: Graph) -> dict[str, Any]:
-    return {
-        "device": graph.device,
-        "generator_bytes": graph.generator_bytes,
-        "notes": list(graph.notes),
-        "views": [[v.parent, v.target, encode_arg(v.args), v.item] for v in graph.views],
-        "values": [
-            [v.name, v.nbytes, v.kind, v.storage, v.dtype, list(v.shape), list(v.stride), v.eager_end]
-            for v in graph.values
-        ],
-        "inputs": [[i.value, list(i.path), i.stays] for i in graph.inputs],
-        "outputs": [[o.value, o.role, list(o.path), o.view] for o in graph.outputs],
-        "ops": [_encode_op(op) for op in graph.ops],
-    }
-
-
-def _encode_op(op: Op) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": op.name, "target": op.target, "args": encode_arg(op.args)}
-    data["kwargs"] = {key: encode_arg(arg) for key, arg in op.kwargs}
-    data["outputs"] = list(op.outputs)
-    data["updates"] = [list(pair) for pair in op.updates]
-    data["detachable"], data["random"] = op.detachable, op.random
-    data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
-    if op.optional:  # absent otherwise, as in files from before there were optional ops
-        data["optional"] = True
-    return data

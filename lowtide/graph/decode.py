@@ -9,7 +9,23 @@ from typing import Any, get_args
 from lowtide import files
 from lowtide.errors import FileError
 from lowtide.files.shapes import Absent, Misshapen, either, flag, many, mapping, maybe, record, row, text, whole, word
-from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Read, Role, Value, View
+from lowtide.graph import (
+    Alternative,
+    Arg,
+    Constant,
+    Form,
+    Graph,
+    Input,
+    Kind,
+    Op,
+    Output,
+    Phase,
+    Place,
+    Read,
+    Role,
+    Value,
+    View,
+)
 from lowtide.graph.sound import DEPTH, LEAST, MOST, foreign
 from lowtide.graph.targets import NAMESPACES
 
@@ -75,10 +91,12 @@ CONSTANT = row(text, text, into=Constant)
 VIEW = row(maybe(number), text, _arguments, maybe(number), into=View)
 VALUE = row(
     *(text, number, word(get_args(Kind)), number, text, many(number), many(number), whole(-1)),
+    more=(word(get_args(Form)),),
     into=Value,
 )
-INPUT = row(number, path_of, flag, into=Input)
-OUTPUT = row(number, word(get_args(Role)), path_of, maybe(number), into=Output)
+_place = word(get_args(Place))
+INPUT = row(number, path_of, flag, more=(_place,), into=Input)
+OUTPUT = row(number, word(get_args(Role)), path_of, maybe(number), more=(_place,), into=Output)
 OP = record(
     {
         "name": text,
@@ -96,6 +114,10 @@ OP = record(
     },
     into=Op,
 )
+ALTERNATIVE = row(
+    *(number, number, _place, whole(-1), many(number), many(row(number, number))),
+    into=Alternative,
+)
 GRAPH = record(
     {
         "device": text,
@@ -106,6 +128,7 @@ GRAPH = record(
         "inputs": many(INPUT),
         "outputs": many(OUTPUT),
         "ops": many(OP),
+        "alternatives": Absent(many(ALTERNATIVE), ()),
     },
     into=Graph,
 )

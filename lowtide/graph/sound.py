@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from keyword import iskeyword
-from typing import Any
+from typing import Any, get_args
 
-from lowtide.graph import Arg, Constant, Graph, Op, Read, View
+from lowtide.graph import OPAQUE, Alternative, Arg, Constant, Form, Graph, Op, Place, Read, View
 from lowtide.graph.targets import DEVICE, DTYPES, refusal, unknown_constant
 
 DEPTH = 8  # of lists in an argument
@@ -62,12 +62,17 @@ class _Inspector:
                 raise Unsound(f"%{number} has sizes that no tensor has")
             if value.dtype not in DTYPES:
                 raise Unsound(f"%{number} has no dtype: {ascii(value.dtype)[:60]}")
+            if value.form not in get_args(Form):
+                raise Unsound(f"%{number} has no form: {_briefly(value.form)}")
         for number, view in enumerate(graph.views):
             self.inspect_view(number, view)
         self.inspect_order()
+        self.inspect_homes()
         for number, value in enumerate(graph.values):
             if type(value.eager_end) is not int or not -1 <= value.eager_end < len(graph.ops):
                 raise Unsound(f"%{number} ends after op {ascii(value.eager_end)[:60]}, of {len(graph.ops)}")
+        for number, row in enumerate(graph.alternatives):
+            self.inspect_alternative(row, f"alternative {number}")
 
     def inspect_view(self, number: int, view: View) -> None:
         where, parent = f"view {number}", view.parent
@@ -110,6 +115,48 @@ class _Inspector:
                 raise Unsound(f"output %{output.value} is never made")
             self.inspect_seen(Read(output.value, output.view), f"output %{output.value}")
 
+    def inspect_homes(self) -> None:
+        """What the caller holds is in one place that there is; a number is in none but the program."""
+        graph, homes = self.graph, dict[int, str]()
+        storages = {graph.values[item.value].storage: item.home for item in graph.inputs}
+        for item in graph.ends:
+            value = graph.values[item.value]
+            if item.home not in get_args(Place) or (value.kind == "scalar" and item.home != "device"):
+                raise Unsound(f"%{item.value} has no home: {_briefly(item.home)}")
+            known = storages.get(value.storage, homes.setdefault(item.value, item.home))
+            if known != item.home:
+                raise Unsound(f"%{item.value} has two homes: {known} and {item.home}")
+
+    def inspect_alternative(self, row: Alternative, where: str) -> None:
+        """A row names what exists, and its ops lead from the value to the keeper and back, or to what readers make."""
+        graph, ops = self.graph, self.graph.ops
+        named = (*row.restore, *(op for pair in row.instead for op in pair), *((row.store,) if row.store != -1 else ()))
+        if not self.exists(row.value) or not self.exists(row.keeper) or row.place not in get_args(Place):
+            raise Unsound(f"{where} is of {_briefly(row.value)}, {_briefly(row.keeper)} and {_briefly(row.place)}")
+        if not all(type(op) is int and 0 <= op < len(ops) for op in named):
+            raise Unsound(f"{where} names ops {_briefly(named)}, of {len(ops)}")
+        what = f"{where} of %{row.value}"
+        if row.keeper == row.value:
+            if row.place == "device" or named:
+                raise Unsound(f"{what} is kept as itself, which is in another place and takes no ops")
+            return
+        if not row.restore and not row.instead:
+            raise Unsound(f"{what} has no way back from %{row.keeper}")
+        reads, makes = graph.reads, graph.makes
+        if row.store == -1 and graph.maker[row.keeper] not in (-1, *graph.ordinary):
+            raise Unsound(f"{what} keeps %{row.keeper}, which no ordinary op makes")
+        if row.store != -1 and not (
+            ops[row.store].optional and row.value in reads[row.store] and row.keeper in makes[row.store]
+        ):
+            raise Unsound(f"{what} is stored by op {row.store}, which does not make %{row.keeper} of it when asked to")
+        if row.restore and (row.value not in makes[row.restore[-1]] or row.keeper not in reads[row.restore[0]]):
+            raise Unsound(f"{what} is restored by ops {row.restore}, which do not make it of %{row.keeper}")
+        for reader, op in row.instead:
+            if reader not in graph.readers[row.value] or not ops[op].optional or set(makes[op]) != set(makes[reader]):
+                raise Unsound(f"{what} has op {op} instead of op {reader}, which does not stand in for it")
+            if row.keeper not in reads[op] or row.value in reads[op]:
+                raise Unsound(f"{what} has op {op} instead of op {reader}, which does not read %{row.keeper} alone")
+
     def inspect_call(self, op: Op, where: str, made: set[int]) -> None:
         self.inspect_target(op.target, where)
         names = [name for name, _ in op.kwargs]
@@ -136,6 +183,8 @@ class _Inspector:
         view, value = read.view, self.graph.values[read.value]
         if view is None:
             return
+        if value.form in OPAQUE:
+            raise Unsound(f"{where} sees %{read.value} through a view, but it is {value.form}")
         if type(view) is not int or not 0 <= view < len(self.graph.views):
             raise Unsound(f"{where} reads through view {ascii(view)[:60]}, of {len(self.graph.views)}")
         needed = max(self.elements[view] * DTYPES[value.dtype], self.nbytes[view])
@@ -174,6 +223,10 @@ class _Inspector:
 
     def exists(self, value: Any) -> bool:
         return type(value) is int and 0 <= value < len(self.graph.values)
+
+
+def _briefly(thing: Any) -> str:
+    return ascii(thing)[:60]
 
 
 def _identifier(name: Any) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.graph import Arg, Graph, Op, Read, View, encode_arg
+from lowtide.graph import Arg, Graph, Op, Read, View
+from lowtide.graph.encode import encode_arg
 
 # The results of these calls have contents that nobody can make up; who reads them is measured behind the call itself.
 OPAQUE = frozenset({"aten.mkldnn_rnn_layer.default"})

@@ -113,7 +113,7 @@ class Stages:
     def __init__(self, path: list[Gate], budget: int) -> None:
         self.path, self.budget = path, budget
         web = path[0].web
-        problem = replace(web.problem, nbytes=web.narrow)
+        problem = replace(web.problem, nbytes=web.least)
         self.problem, self.last = problem, len(path)
         large = (problem.nbytes > TINY * budget) & (problem.maker >= 0) & web.runs[problem.maker]
         self.values = np.flatnonzero(large)

@@ -8,6 +8,7 @@ price gives a lower bound (Lagrange), and the cuts at several prices give good s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,32 +38,41 @@ class Cut:
 class Web:
     """Which op depends on which, as every cut needs it.
 
-    Narrow keeps are seen as no dearer than they are: a value that can be unpacked may be held as its narrow one for the
-    seconds there and back, a reader that can read a narrow one does, and packing for such readers takes no time.
+    Alternatives are seen as no dearer than they are: a value that can be restored may be held as its keeper for the
+    seconds there and back, a reader that another op can stand in for is that op, and storing for such takes no time.
     """
 
     def __init__(self, problem: Problem) -> None:
         ops, values = len(problem.seconds), len(problem.nbytes)
-        unpacks = np.flatnonzero(problem.unpack >= 0)
-        self.narrow = problem.nbytes.copy()  # of each value: the bytes that it can be held in
-        self.narrow[unpacks] = np.minimum(problem.nbytes[unpacks], problem.nbytes[problem.packed[unpacks]])
-        self.unpacking = np.zeros(values)  # seconds there and back
-        for step in (problem.pack[unpacks], problem.unpack[unpacks], problem.finish[unpacks]):
-            self.unpacking[unpacks] += np.where(step >= 0, problem.seconds[step], 0)
-        packs = problem.pack[(problem.pack >= 0) & (problem.unpack < 0)]
+        self.least = problem.nbytes.copy()  # of each value: the bytes that it can be held in
+        self.restoring = np.zeros(values)  # seconds there and back, the least of all ways
+        shared = Counter(row.keeper for row in problem.rows)
+        known: set[int] = set()
+        for row in problem.rows:
+            if not row.restore:
+                continue
+            free = row.store < 0 or shared[row.keeper] > 1  # the keeper may be there for another reason
+            trip = sum(float(problem.seconds[op]) for op in (row.store, *row.restore) if op >= 0)
+            self.least[row.value] = min(self.least[row.value], 0 if free else problem.nbytes[row.keeper])
+            self.restoring[row.value] = min(trip, self.restoring[row.value]) if row.value in known else trip
+            known.add(row.value)
+        self.stored = [row for row in problem.rows if row.store >= 0 and not row.restore]
+        stores = np.array([row.store for row in self.stored], np.int64)
         seconds = problem.seconds.copy()
-        seconds[packs] = 0
+        seconds[stores] = 0
         self.problem = replace(problem, seconds=seconds)
-        self.packs = packs
+        self.stores = stores
         runs = np.zeros(ops, bool)
         runs[useful(problem)] = True
         runs &= problem.optional == 0
-        runs[packs] = True
+        runs[stores] = True
         reader = np.repeat(np.arange(ops), np.diff(problem.read_start))
         maker = np.repeat(np.arange(ops), np.diff(problem.make_start))
         read = problem.reads.copy()
-        swapped = (problem.swap[reader] >= 0) & (problem.pack[read] >= 0)
-        read[swapped] = problem.packed[read[swapped]]
+        for row in problem.rows:
+            for instead_of, _ in row.instead:
+                entries = slice(problem.read_start[instead_of], problem.read_start[instead_of + 1])
+                read[entries][problem.reads[entries] == row.value] = row.keeper
         inner = (problem.maker[read] >= 0) & runs[reader]
         self.runs, self.reader, self.read = runs, reader[inner], read[inner]
         made = runs[maker]
@@ -74,10 +84,9 @@ class Web:
         self.nodes = NODES + values + ops
 
     def before(self, op: int) -> Flags:
-        """The ops that this one depends on, and packs of what these make."""
+        """The ops that this one depends on, and stores of what these make."""
         found = self._reached(self.up, op)
-        packed = self.problem.reads[self.problem.read_start[self.packs]]
-        found[self.packs] |= found[self.problem.maker[packed]]
+        found[self.stores] |= found[self.problem.maker[[row.value for row in self.stored]]]
         return found
 
     def after(self, op: int) -> Flags:
@@ -164,9 +173,9 @@ class Gate:
         tail, head, fixed, value = self.arcs
         web, wide = self.web, self.web.problem.nbytes
         values = len(wide)
-        narrow = price * web.narrow + web.unpacking < price * wide
-        nbytes = np.where(value < 0, 0, np.where(narrow, web.narrow, wide)[value])
-        seconds = np.where(value < 0, 0, np.where(narrow, web.unpacking, 0)[value])
+        instead = price * web.least + web.restoring < price * wide
+        nbytes = np.where(value < 0, 0, np.where(instead, web.least, wide)[value])
+        seconds = np.where(value < 0, 0, np.where(instead, web.restoring, 0)[value])
         paid = np.minimum((nbytes * price + seconds) * web.scale, FOREVER).astype(np.int64)
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(tail, head, fixed + paid)

@@ -91,8 +91,9 @@ class Block:
 def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], list[tuple[int, ...]]]:
     """The blocks of a program, and for each instruction those of what it makes."""
     end = len(program.instructions)
-    lasting = [value.storage in graph.lasting_storages for value in graph.values]
-    leaves = [lasting[value] or value in graph.required for value in range(len(graph.values))]
+    here = [home == "device" for home in graph.home]
+    lasting = [here[k] and value.storage in graph.lasting_storages for k, value in enumerate(graph.values)]
+    leaves = [lasting[value] or (here[value] and value in graph.required) for value in range(len(graph.values))]
     blocks: list[Block] = []
     holding: dict[int, int] = {}  # value on the device -> its block
 
@@ -100,7 +101,7 @@ def _blocks(graph: Graph, costs: Costs, program: Program) -> tuple[list[Block], 
         blocks.append(Block(first, last, nbytes, outside or not nbytes))
         return len(blocks) - 1
 
-    for item in graph.inputs:
+    for item in (item for item in graph.inputs if item.home == "device"):
         holding[item.value] = new(0, end, costs.nbytes[item.value], True)
     made: list[tuple[int, ...]] = []
     for now, instruction in enumerate(program.instructions):

@@ -8,9 +8,9 @@ element, as torch's bool does: eight elements to a byte would take several calls
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from lowtide.graph import Constant, Graph, Op, Phase, Read, Value, View
+from lowtide.graph import Alternative, Constant, Graph, Op, Phase, Read, Value, View
 
 WIDE = {"int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 NARROW = {"bool": 1, "uint8": 1, "int16": 2, "int32": 4}
@@ -41,65 +41,31 @@ SIZES_ONLY = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Narrow:
-    """One narrow keep: `pack` runs while the value is there; the value goes; `rebuild` makes it again, or `swaps` run.
-
-    Either `rebuild` or `swaps` is empty.
-    """
-
-    value: int
-    pack: int  # the optional op that makes `packed` of the value
-    packed: int
-    rebuild: tuple[int, ...]  # the ops that make the value again, in order; the first reads `packed`
-    swaps: tuple[tuple[int, int], ...]  # each reader in the backward, and the optional op that reads `packed` instead
-
-
 def with_narrow(graph: Graph) -> Graph:
-    """The graph with optional ops for every value that the backward reads and that a rule can keep narrow."""
+    """The graph with a row of alternatives, and its ops, for every value that the backward reads and a rule covers."""
     graph = sizes_only(graph)
     longer = _Longer(graph)
+    rows = list(graph.alternatives)
     for value, item in enumerate(graph.values):
         readers = [op for op in graph.readers[value] if graph.ops[op].phase == "backward"]
         stays = value in graph.required or item.storage in graph.lasting_storages
         if stays or not readers or graph.ops[graph.maker[value]].phase != "forward" or not _dense(item):
             continue
         if dtype := _mask(graph, value) or _index(graph, value):
-            longer.unpack(longer.pack(value, dtype), value)
+            store, packed = longer.pack(value, dtype)
+            row = Alternative(value, packed, store=store, restore=(longer.unpack(packed, value),))
         elif (drawn := _quotient(graph, value)) is not None:
-            longer.unpack(longer.pack(value, "bool"), drawn)
+            store, packed = longer.pack(value, "bool")
+            restore = (longer.unpack(packed, drawn), graph.maker[value])
+            row = Alternative(value, packed, store=store, restore=restore)
         elif all(_only_asks_for_zeros(graph, op, value) for op in readers):
-            packed = longer.pack(value, "bool")
-            for op in readers:
-                longer.swap(op, packed)
-    return replace(graph, ops=tuple(longer.ops), values=tuple(longer.values))
-
-
-def narrow_keeps(graph: Graph) -> tuple[Narrow, ...]:
-    """The narrow keeps that a graph has optional ops for."""
-    users: dict[int, list[int]] = {}
-    optional = range(len(graph.ordinary), len(graph.ops))
-    for op in optional:
-        for read in graph.reads[op]:
-            users.setdefault(read, []).append(op)
-    found = []
-    for pack in optional:
-        (packed,) = graph.makes[pack]
-        if graph.maker[packed] != pack:
+            store, packed = longer.pack(value, "bool")
+            instead = tuple((op, longer.swap(op, packed)) for op in readers)
+            row = Alternative(value, packed, store=store, instead=instead)
+        else:
             continue
-        (value,) = graph.reads[pack]
-        rebuild: tuple[int, ...] = ()
-        swaps = []
-        for user in users[packed]:
-            (made,) = graph.makes[user]
-            if made == value:
-                rebuild = (user,)
-            elif value in graph.reads[graph.maker[made]]:
-                swaps.append((graph.maker[made], user))
-            else:  # it makes what the value is made of
-                rebuild = (user, graph.maker[value])
-        found.append(Narrow(value, pack, packed, rebuild, tuple(swaps)))
-    return tuple(found)
+        rows.append(row)
+    return replace(graph, ops=tuple(longer.ops), values=tuple(longer.values), alternatives=tuple(rows))
 
 
 def sizes_only(graph: Graph) -> Graph:
@@ -201,31 +167,32 @@ class _Longer:
         self.ops, self.values = list(graph.ops), list(graph.values)
         self.storage = max((value.storage for value in graph.values), default=0)  # the last one that is taken
 
-    def pack(self, value: int, dtype: str) -> int:
-        """Let a value be cast to a narrow dtype; the narrow value."""
+    def pack(self, value: int, dtype: str) -> tuple[int, int]:
+        """Let a value be cast to a narrow dtype: the op, and the narrow value."""
         wide, maker = self.values[value], self.graph.ops[self.graph.maker[value]]
         nbytes = wide.nbytes // WIDE[wide.dtype] * NARROW[dtype]
         self.storage += 1
         self.values.append(
             replace(wide, name=f"{dtype} {wide.name}", nbytes=nbytes, storage=self.storage, dtype=dtype, eager_end=-1)
         )
-        self._cast(f"pack_{maker.name}", value, len(self.values) - 1, maker, "forward")
-        return len(self.values) - 1
+        packed = len(self.values) - 1
+        return self._cast(f"pack_{maker.name}", value, packed, maker, "forward"), packed
 
-    def unpack(self, packed: int, value: int) -> None:
-        """Let the narrow value be cast to a wide one."""
+    def unpack(self, packed: int, value: int) -> int:
+        """Let the narrow value be cast to a wide one: the op."""
         maker = self.graph.ops[self.graph.maker[value]]
-        self._cast(f"unpack_{maker.name}", packed, value, maker, "backward")
+        return self._cast(f"unpack_{maker.name}", packed, value, maker, "backward")
 
-    def swap(self, op: int, packed: int) -> None:
-        """Let the same call read the narrow value as its second argument."""
+    def swap(self, op: int, packed: int) -> int:
+        """Let the same call read the narrow value as its second argument: the op."""
         item = self.graph.ops[op]
         seen = item.args[1]
         assert isinstance(seen, Read)
         args = (item.args[0], Read(packed, seen.view), *item.args[2:])
         self.ops.append(replace(item, name=f"{item.name}_of_mask", args=args, optional=True))
+        return len(self.ops) - 1
 
-    def _cast(self, name: str, read: int, made: int, beside: Op, phase: Phase) -> None:
+    def _cast(self, name: str, read: int, made: int, beside: Op, phase: Phase) -> int:
         dtype = Constant("dtype", self.values[made].dtype)
         self.ops.append(
             Op(
@@ -240,3 +207,4 @@ class _Longer:
                 source=beside.source,
             )
         )
+        return len(self.ops) - 1

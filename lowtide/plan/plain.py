@@ -1,7 +1,7 @@
 """Profile, shave and tidy where there is no compiler: what search.cpp does, in numpy, and some hundred times slower.
 
-It decides as search.cpp does, so its sequences are the same ones; but it keeps nothing narrow. Ruin and recreate, the
-exact planner and the layout of an arena are not here: they are nothing without speed.
+It decides as search.cpp does, so its sequences are the same ones; but it takes none of the alternatives. Ruin and
+recreate, the exact planner and the layout of an arena are not here: they are nothing without speed.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _repeats(problem: Problem, sequence: Ints) -> list[int]:
     places, gain = [], {}
     for place, op in enumerate(sequence.tolist()):
         makes = problem.make_rows[op]
-        if op in seen or (problem.optional[op] and makes and problem.unpack[makes[0]] == op):
+        if op in seen or problem.restoring[op]:
             places.append(place)
             gain[place] = float(problem.seconds[op]) / max(1, int(problem.nbytes[makes].max(initial=0)))
         seen.add(op)

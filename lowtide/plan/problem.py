@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from lowtide import native
 from lowtide.costs import Costs
-from lowtide.graph import Graph
+from lowtide.errors import UsageError
+from lowtide.graph import Alternative, Graph
 from lowtide.plan import plain
 from lowtide.plan.compiled import REFUSED, answered, compiled
-from lowtide.plan.narrow import narrow_keeps
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -38,14 +38,15 @@ class _Problem(ctypes.Structure):
         *((name, INTS) for name in ("read_start", "reads", "make_start", "makes")),
         *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
         ("seconds", REALS),
-        *((name, INTS) for name in ("pack", "packed", "unpack", "finish", "swap")),
-        *((name, FLAGS) for name in ("required", "pinned", "repeatable", "optional", "once")),
+        *((name, INTS) for name in ("row_start", "keeper", "store", "restore_start", "restores")),
+        *((name, INTS) for name in ("instead_start", "instead_of", "instead_op")),
+        *((name, FLAGS) for name in ("required", "pinned", "repeatable", "optional", "restoring", "once")),
     ]
 
 
 PROBLEM = ctypes.POINTER(_Problem)
 SIGNATURES: native.Signatures = {
-    "lowtide_problem_fits": ([PROBLEM, INT, INT, INT], INT),
+    "lowtide_problem_fits": ([PROBLEM, *(INT,) * 6], INT),
     "lowtide_profile": ([PROBLEM, INTS, INT, INTS], INT),
     "lowtide_shave": ([PROBLEM, INTS, INT, INT, INT, INT, REAL, REALS, INT, REAL, INT, INTS, INTS], INT),
     "lowtide_tidy": ([PROBLEM, INTS, INT, INT, INT], INT),
@@ -78,15 +79,20 @@ class Problem:
     killer: Ints
     extra: Ints
     seconds: Floats
-    pack: Ints  # of each value: the op that makes a narrow one of it, that one, and the ops back; -1: none
-    packed: Ints
-    unpack: Ints
-    finish: Ints
-    swap: Ints  # of each op: the op that reads the narrow value in its place; -1: none
+    rows: tuple[Alternative, ...]  # whose keepers are on the device, by value; as arrays:
+    row_start: Ints  # of each value
+    keeper: Ints  # of each row, and so on
+    store: Ints
+    restore_start: Ints
+    restores: Ints
+    instead_start: Ints
+    instead_of: Ints
+    instead_op: Ints
     required: Bytes
     pinned: Bytes
     repeatable: Bytes
     optional: Bytes
+    restoring: Bytes  # optional ops that make a value again from what was kept instead of it
     once: Bytes  # values that only a first run makes
 
     @cached_property
@@ -112,13 +118,17 @@ class Problem:
             *(ints(array, values) for array in (self.nbytes, self.maker, self.killer)),
             ints(self.extra, ops),
             reals(self.seconds, ops),
-            *(ints(array, values) for array in (self.pack, self.packed, self.unpack, self.finish)),
-            ints(self.swap, ops),
+            ints(self.row_start, values + 1),
+            *(ints(array, len(self.rows)) for array in (self.keeper, self.store)),
+            *(ints(self.restore_start, len(self.rows) + 1), ints(self.restores)),
+            ints(self.instead_start, len(self.rows) + 1),
+            *(ints(array, len(self.instead_of)) for array in (self.instead_of, self.instead_op)),
             *(_flags(array, count) for array, count in _kinds(self)),
         )
         inner = library()
         if inner is not None:
-            answered(inner.lowtide_problem_fits(made, len(self.reads), len(self.makes), flat))
+            lengths = map(len, (self.rows, self.restores, self.instead_of))
+            answered(inner.lowtide_problem_fits(made, len(self.reads), len(self.makes), flat, *lengths))
         return made
 
     def peak(self, sequence: Ints) -> int:
@@ -178,12 +188,18 @@ def _flat(problem: Problem) -> tuple[tuple[Ints, Ints], ...]:
 def _kinds(problem: Problem) -> tuple[tuple[Bytes, int], ...]:
     """The flags of values and ops, with how many there are."""
     ops, values = len(problem.graph.ops), len(problem.graph.values)
-    of_ops = ((array, ops) for array in (problem.pinned, problem.repeatable, problem.optional))
+    of_ops = ((array, ops) for array in (problem.pinned, problem.repeatable, problem.optional, problem.restoring))
     return (problem.required, values), *of_ops, (problem.once, values)
 
 
 def problem(graph: Graph, costs: Costs) -> Problem:
     """The arrays of a graph with its costs."""
+    for item in graph.ends:
+        if item.home != "device":
+            raise UsageError(
+                f"no plan for %{item.value} {graph.values[item.value].name}, which lives on the {item.home}.",
+                hint="plan the step with all inputs and outputs on the device.",
+            )
     lasting = graph.lasting_storages
     killer = np.full(len(graph.values), -1, np.int64)
     pairs: list[list[tuple[int, int]]] = []
@@ -203,14 +219,15 @@ def problem(graph: Graph, costs: Costs) -> Problem:
                 and not {graph.values[made].storage, graph.values[read].storage} & lasting
             ]
         )
-    pack, packed, unpack, finish = (np.full(len(graph.values), -1, np.int64) for _ in range(4))
-    swap = np.full(len(graph.ops), -1, np.int64)
-    for keep in narrow_keeps(graph):
-        pack[keep.value], packed[keep.value] = keep.pack, keep.packed
-        if keep.rebuild:
-            unpack[keep.value], finish[keep.value] = (*keep.rebuild, -1)[:2]
-        for reader, instead in keep.swaps:
-            swap[reader] = instead
+    # Rows whose keepers are in other places cost copies, which run beside the ops: no sum over a sequence prices them.
+    rows = sorted((row for row in graph.alternatives if row.place == "device"), key=lambda row: row.value)
+    restoring = np.zeros(len(graph.ops), np.uint8)
+    for row in rows:
+        restoring[[op for op in row.restore if graph.ops[op].optional and row.value in graph.makes[op]]] = 1
+    row_start = np.searchsorted([row.value for row in rows], np.arange(len(graph.values) + 1)).astype(np.int64)
+    restore_start, restores = _ragged([row.restore for row in rows])
+    instead_start, _ = _ragged([row.instead for row in rows])
+    pairs_instead = [pair for row in rows for pair in row.instead]
     nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
     read_start, flat_reads = _ragged(reads)
     make_start, flat_makes = _ragged(graph.makes)
@@ -231,15 +248,20 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         killer=killer,
         extra=np.array(costs.extra, np.int64),
         seconds=np.array(costs.seconds, np.float64),
-        pack=pack,
-        packed=packed,
-        unpack=unpack,
-        finish=finish,
-        swap=swap,
+        rows=tuple(rows),
+        row_start=row_start,
+        keeper=np.array([row.keeper for row in rows], np.int64),
+        store=np.array([row.store for row in rows], np.int64),
+        restore_start=restore_start,
+        restores=restores,
+        instead_start=instead_start,
+        instead_of=np.array([reader for reader, _ in pairs_instead], np.int64),
+        instead_op=np.array([op for _, op in pairs_instead], np.int64),
         required=np.array([value in graph.required for value in range(len(graph.values))], np.uint8),
         pinned=np.array([bool(graph.effects[i]) or op.random for i, op in enumerate(graph.ops)], np.uint8),
         repeatable=np.array([graph.repeatable(i) for i in range(len(graph.ops))], np.uint8),
         optional=np.array([op.optional for op in graph.ops], np.uint8),
+        restoring=restoring,
         once=once,
     )
 

@@ -27,13 +27,15 @@ extern "C" struct Problem {
   const Int *killer;                  // op that writes over an input for good; -1
   const Int *extra;                   // bytes inside each op
   const double *seconds;              // of each op
-  const Int *pack, *packed;           // of each value: the op that makes a narrow one of it, and that one; -1
-  const Int *unpack, *finish;         // of each value: the ops that make it again from the narrow one; -1
-  const Int *swap;                    // of each op: the op that reads the narrow value in its place; -1
+  const Int *row_start;               // value -> rows of alternatives: what may be kept instead of it
+  const Int *keeper, *store;          // of each row: the value that is kept, and the op that makes it; -1: made anyway
+  const Int *restore_start, *restores;  // row -> ops that make the value again, in order
+  const Int *instead_start, *instead_of, *instead_op;  // row -> readers, and the ops that read the keeper in their place
   const Byte *required;               // values that outlive the step
   const Byte *pinned;                 // ops whose first run must stay where it is
   const Byte *repeatable;             // ops that may run again
   const Byte *optional;               // ops that need not run
+  const Byte *restoring;              // of these, ops that make a value again from what was kept instead of it
   const Byte *once;                   // values that only a first run makes: what it leaves in parameters and the like
 };
 
@@ -67,19 +69,22 @@ bool finite(const double *numbers, Int count) {
 }
 
 // Whether every number of a problem is one that the loops below can follow; its flat arrays have these lengths.
-bool fits(const Problem &g, Int reads, Int makes, Int overs) {
+bool fits(const Problem &g, Int reads, Int makes, Int overs, Int rows, Int restores, Int insteads) {
   const Int ops = g.ops, values = g.values;
   if (ops < 0 || values < 0 || ops > MOST || values > MOST) return false;
-  if (!ragged(g.read_start, ops, reads) || !ragged(g.make_start, ops, makes) || !ragged(g.over_start, ops, overs))
+  if (!ragged(g.read_start, ops, reads) || !ragged(g.make_start, ops, makes) || !ragged(g.over_start, ops, overs) ||
+      !ragged(g.row_start, values, rows) || !ragged(g.restore_start, rows, restores) ||
+      !ragged(g.instead_start, rows, insteads))
     return false;
   for (const auto &[numbers, count] : {std::pair{g.reads, reads}, {g.makes, makes}, {g.over_made, overs},
-                                       {g.over_read, overs}, {g.packed, values}})
-    if (!within(numbers, count, numbers == g.packed ? -1 : 0, values)) return false;
-  for (const Int *numbers : {g.maker, g.killer, g.pack, g.unpack, g.finish})
-    if (!within(numbers, values, -1, ops)) return false;
-  if (!within(g.swap, ops, -1, ops) || !within(g.bytes, values, 0, MOST) || !within(g.extra, ops, 0, MOST)) return false;
-  for (Int value = 0; value < values; ++value)
-    if ((g.pack[value] < 0) != (g.packed[value] < 0)) return false;
+                                       {g.over_read, overs}, {g.keeper, rows}})
+    if (!within(numbers, count, 0, values)) return false;
+  for (const auto &[numbers, count] :
+       {std::pair{g.restores, restores}, {g.instead_of, insteads}, {g.instead_op, insteads}})
+    if (!within(numbers, count, 0, ops)) return false;
+  if (!within(g.maker, values, -1, ops) || !within(g.killer, values, -1, ops) || !within(g.store, rows, -1, ops))
+    return false;
+  if (!within(g.bytes, values, 0, MOST) || !within(g.extra, ops, 0, MOST)) return false;
   return finite(g.seconds, ops);
 }
 
@@ -243,22 +248,24 @@ struct Planner {
     return sum;
   }
 
-  bool reads(Int op, Int value) const {
-    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
-      if (g.reads[k] == value) return true;
-    return false;
+  // The op that reads the keeper of a row in the place of this reader; -1: none.
+  Int instead(Int row, Int reader) const {
+    for (Int k = g.instead_start[row]; k < g.instead_start[row + 1]; ++k)
+      if (g.instead_of[k] == reader) return g.instead_op[k];
+    return -1;
   }
 
   // A way to be without a value from its last use before the peak to its next one.
   struct Eviction {
-    enum Way { again, narrow, swapped } way;
+    enum Way { again, restored, replaced } way;
     double score;
     Int value, from, to;
+    Int row = -1;  // of the alternatives, unless the value is made again
   };
 
   // Lower the peak to the budget: at the highest place take the idle value with the least seconds for the bytes that it
-  // frees above the budget: make it again before its next reader, or keep it narrow until then; a batch of them at a
-  // time. False where the sequence becomes longer than the room; then it is as it was.
+  // frees above the budget: make it again before its next reader, or keep something else until then; a batch of them at
+  // a time. False where the sequence becomes longer than the room; then it is as it was.
   bool shave(Sequence &sequence, Int budget, const Manner &how) {
     const Sequence before = sequence;
     const Int end = work + how.work;
@@ -318,8 +325,7 @@ struct Planner {
     places.clear();
     for (Int place = 0; place < (Int)sequence.size(); ++place) {
       const Int op = sequence[place];
-      const Int made = g.make_start[op] < g.make_start[op + 1] ? g.makes[g.make_start[op]] : -1;
-      if (runs_of[op]++ || (g.optional[op] && made >= 0 && g.unpack[made] == op)) places.push_back(place);
+      if (runs_of[op]++ || g.restoring[op]) places.push_back(place);
     }
   }
 
@@ -374,7 +380,7 @@ struct Planner {
         work += (Int)closure.ops.size();
         best.score = how.weight[value] * again_seconds(value, to, budget, all, how.penalty) / all;
       }
-      if (g.pack[value] >= 0) consider_narrow(sequence, best, how);
+      for (Int row = g.row_start[value]; row < g.row_start[value + 1]; ++row) consider(sequence, row, best, how);
       if (best.score < INFINITY) chosen.push_back(best);
     }
     const std::size_t keep = std::min<std::size_t>(how.batch, chosen.size());
@@ -403,24 +409,42 @@ struct Planner {
     return seconds;
   }
 
-  void consider_narrow(const Sequence &sequence, Eviction &best, const Manner &how) const {
-    const Int value = best.value, packed = g.packed[value], reader = sequence[best.to];
-    const bool packed_already = lives.at(g, packed, best.to);
-    double seconds = packed_already ? 0 : g.seconds[g.pack[value]];
+  // Whether the ops of a row that make its value again would find before a place what they read.
+  bool restorable(Int row, Int place) const {
+    for (Int k = g.restore_start[row]; k < g.restore_start[row + 1]; ++k)
+      for (Int j = g.read_start[g.restores[k]]; j < g.read_start[g.restores[k] + 1]; ++j) {
+        const Int read = g.reads[j];
+        bool there = read == g.keeper[row] || lives.at(g, read, place);
+        for (Int earlier = g.restore_start[row]; earlier < k && !there; ++earlier)
+          for (Int i = g.make_start[g.restores[earlier]]; i < g.make_start[g.restores[earlier] + 1]; ++i)
+            there |= g.makes[i] == read;
+        if (!there) return false;
+      }
+    return true;
+  }
+
+  void consider(const Sequence &sequence, Int row, Eviction &best, const Manner &how) const {
+    const Int value = best.value, keeper = g.keeper[row], store = g.store[row], reader = sequence[best.to];
+    const bool stored = lives.at(g, keeper, best.to);
+    if (!stored && store < 0) return;
+    double seconds = stored ? 0 : g.seconds[store];
     Eviction::Way way;
-    if (g.unpack[value] >= 0) {
-      seconds += g.seconds[g.unpack[value]] + (g.finish[value] >= 0 ? g.seconds[g.finish[value]] : 0);
-      way = Eviction::narrow;
-    } else if (g.swap[reader] >= 0 && reads(g.swap[reader], packed) && reads_after[value] == 1) {
-      seconds += g.seconds[g.swap[reader]] - g.seconds[reader];
-      way = Eviction::swapped;
+    if (g.restore_start[row] < g.restore_start[row + 1]) {
+      if (!restorable(row, best.to)) return;
+      double back = 0;
+      for (Int k = g.restore_start[row]; k < g.restore_start[row + 1]; ++k) back += g.seconds[g.restores[k]];
+      seconds += back;
+      way = Eviction::restored;
+    } else if (const Int other = instead(row, reader); other >= 0 && reads_after[value] == 1) {
+      seconds += g.seconds[other] - g.seconds[reader];
+      way = Eviction::replaced;
     } else {
       return;
     }
-    const double all = area(best.from, best.to, g.bytes[value] - (packed_already ? 0 : g.bytes[packed]));
+    const double all = area(best.from, best.to, g.bytes[value] - (stored ? 0 : g.bytes[keeper]));
     if (all <= 0) return;
     const double score = how.weight[value] * std::max(seconds, 1e-12) / all;
-    if (score < best.score) best.score = score, best.way = way;
+    if (score < best.score) best.score = score, best.way = way, best.row = row;
   }
 
   // Carry out what was chosen, from the end of the sequence to its beginning; the seconds that it adds.
@@ -440,13 +464,14 @@ struct Planner {
           closure.add(g, lives, one.value, place, INT64_MAX);
           continue;
         }
-        if (!lives.at(g, g.packed[one.value], place)) inserts.push_back({one.from + 1, {g.pack[one.value]}});
-        if (one.way == Eviction::swapped) {
-          added += g.seconds[g.swap[sequence[place]]] - g.seconds[sequence[place]];
-          sequence[place] = g.swap[sequence[place]];
+        if (!lives.at(g, g.keeper[one.row], place)) inserts.push_back({one.from + 1, {g.store[one.row]}});
+        if (one.way == Eviction::replaced) {
+          const Int other = instead(one.row, sequence[place]);
+          if (other < 0) continue;  // another one of its arguments has been replaced before
+          added += g.seconds[other] - g.seconds[sequence[place]];
+          sequence[place] = other;
         } else {
-          first.push_back(g.unpack[one.value]);
-          if (g.finish[one.value] >= 0) first.push_back(g.finish[one.value]);
+          first.insert(first.end(), g.restores + g.restore_start[one.row], g.restores + g.restore_start[one.row + 1]);
         }
       }
       std::sort(closure.ops.begin(), closure.ops.end());
@@ -704,8 +729,8 @@ struct Search {
 extern "C" {
 
 // Whether all numbers of a problem are in range: 1, or REFUSED. The functions below take it that they are.
-Int lowtide_problem_fits(const Problem *g, Int reads, Int makes, Int overs) {
-  return answered([&] { return fits(*g, reads, makes, overs) ? 1 : REFUSED; });
+Int lowtide_problem_fits(const Problem *g, Int reads, Int makes, Int overs, Int rows, Int restores, Int insteads) {
+  return answered([&] { return fits(*g, reads, makes, overs, rows, restores, insteads) ? 1 : REFUSED; });
 }
 
 Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) {

@@ -118,7 +118,7 @@ def _verdict(story: Story, value: int, stays: Sequence[Stay]) -> Verdict:
         return "an input"
     if not stays:
         return "not made"
-    if story.packing(value) is not None:
+    if story.stored(value) is not None:
         return "kept narrow"
     if len(stays) > 1:
         return "made again"
@@ -193,15 +193,15 @@ def _input(story: Story, value: int, readers: str) -> Iterator[str]:
 
 def _narrow(story: Story, value: int) -> Iterator[str]:
     """What stands for it, and what that takes."""
-    place, nbytes = story.packing(value), story.costs.nbytes
+    place, nbytes = story.stored(value), story.costs.nbytes
     assert place is not None
-    packed = story.makes[place][0]
-    users = [number for number, reads in enumerate(story.reads) if packed in reads]
+    keeper = story.makes[place][0]
+    users = [number for number, reads in enumerate(story.reads) if keeper in reads]
     seconds = _seconds(story, [story.runs[number].op for number in (place, *users)])
-    saved = nbytes[value] - nbytes[packed]
+    saved = nbytes[value] - nbytes[keeper]
     yield (
-        f"From {_run(story, place)} on, %{packed} stands for it, as {story.graph.values[packed].dtype}: "
-        f"{show_bytes(nbytes[packed])} in place of {show_bytes(nbytes[value])}."
+        f"From {_run(story, place)} on, %{keeper} stands for it, as {story.graph.values[keeper].dtype}: "
+        f"{show_bytes(nbytes[keeper])} in place of {show_bytes(nbytes[value])}."
     )
     yield (
         f"{_listed([_run(story, number) for number in users])} read{'s' if len(users) == 1 else ''} that. Packing and "

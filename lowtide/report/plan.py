@@ -131,7 +131,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
         runs=len(runs),
         recomputed=_recomputed(graph, costs, runs),
         kept=_kept(graph, costs, plan.program),
-        packing_seconds=_packing(graph, costs, runs),
+        packing_seconds=_storing(graph, costs, runs),
         in_place=len(places),
         in_place_nbytes=sum(costs.nbytes[made] for made in places),
     )
@@ -154,7 +154,7 @@ def _recomputed(graph: Graph, costs: Costs, runs: Sequence[Run]) -> tuple[Recomp
     return tuple(sorted(found, key=lambda item: (-item.seconds, item.module, item.target)))
 
 
-def _packing(graph: Graph, costs: Costs, runs: Sequence[Run]) -> float:
+def _storing(graph: Graph, costs: Costs, runs: Sequence[Run]) -> float:
     """The seconds of all runs of optional ops, less those of ordinary ones that never run because of them."""
     ran = {run.op for run in runs}
     optional = [run.op for run in runs if graph.ops[run.op].optional]
@@ -164,11 +164,12 @@ def _packing(graph: Graph, costs: Costs, runs: Sequence[Run]) -> float:
 
 def _kept(graph: Graph, costs: Costs, program: Program) -> tuple[Kept, ...]:
     """What the forward made and the first op of the backward finds; what is alike together, most bytes first."""
-    made: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # narrow or not -> makers of the wide, values
+    stands_for = {row.keeper: row.value for row in graph.alternatives if row.store >= 0}
+    made: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # instead of another or not -> that one's maker
     for value in _at_the_turn(graph, costs, program):
         op = graph.maker[value]
         if graph.ops[op].phase == "forward" and graph.values[value].storage not in graph.lasting_storages:
-            made[graph.ops[op].optional].append((graph.maker[_wide(graph, value)], value))
+            made[value in stands_for].append((graph.maker[stands_for.get(value, value)], value))
     found = [
         Kept(
             module,
@@ -176,18 +177,12 @@ def _kept(graph: Graph, costs: Costs, program: Program) -> tuple[Kept, ...]:
             len(members),
             sum(costs.nbytes[value] for _, value in members),
             graph.values[members[0][1]].dtype if narrow else None,
-            sum(costs.nbytes[_wide(graph, value)] for _, value in members),
+            sum(costs.nbytes[stands_for.get(value, value)] for _, value in members),
         )
         for narrow, pairs in made.items()
         for (module, target, _), members in _alike(graph, pairs)
     ]
     return tuple(sorted(found, key=lambda item: (-item.nbytes, item.module, item.target)))
-
-
-def _wide(graph: Graph, value: int) -> int:
-    """The value that this one is a narrow copy of, or itself."""
-    op = graph.maker[value]
-    return graph.reads[op][0] if op >= 0 and graph.ops[op].optional else value
 
 
 def _at_the_turn(graph: Graph, costs: Costs, program: Program) -> list[int]:

@@ -191,10 +191,7 @@ class Story:
         """The recomputation that costs the most for each byte: the price at which the plan buys bytes."""
         return max((item for item in self.recomputations if item.nbytes), key=lambda item: item.price, default=None)
 
-    def packing(self, value: int) -> int | None:
-        """The run that makes a narrow copy of the value, if there is one."""
-        for place, run in enumerate(self.runs):
-            op = self.graph.ops[run.op]
-            if op.optional and self.reads[place] == (value,) and self.graph.maker[op.makes[0]] == run.op:
-                return place
-        return None
+    def stored(self, value: int) -> int | None:
+        """The run that stores what is kept instead of the value, if there is one."""
+        stores = {row.store for row in self.graph.alternatives if row.value == value}
+        return next((place for place, run in enumerate(self.runs) if run.op in stores), None)

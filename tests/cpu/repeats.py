@@ -7,8 +7,8 @@ from collections import Counter
 
 import lowtide
 from lowtide.costs import Costs
-from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Graph, Place
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 
 class Repeater:

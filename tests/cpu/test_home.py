@@ -19,7 +19,8 @@ from lowtide.costs import declared
 from lowtide.device import CPU
 from lowtide.execute.places import Places
 from lowtide.execute.slots import Slots
-from lowtide.program import Copy, Free, Place, Program, Run
+from lowtide.graph import Place
+from lowtide.program import Copy, Free, Program, Run
 
 NAMES = ["mlp", "unet", "lstm"]  # Adam's state, batch norm's buffers, a recurrent one
 

@@ -20,7 +20,7 @@ from lowtide.graph import Graph
 from lowtide.measure.bench_call import Call
 from lowtide.measure.specimen import specimen
 from lowtide.plan.emit import emit
-from lowtide.plan.narrow import narrow_keeps, sizes_only, with_narrow
+from lowtide.plan.narrow import sizes_only, with_narrow
 from lowtide.plan.order import captured_order
 from lowtide.plan.problem import problem
 from lowtide.program import Program
@@ -31,12 +31,12 @@ def all_narrow(graph: Graph, costs: Costs) -> Program:
     after: defaultdict[int, list[int]] = defaultdict(list)
     before: defaultdict[int, list[int]] = defaultdict(list)
     instead: dict[int, int] = {}
-    for keep in narrow_keeps(graph):
+    for keep in graph.alternatives:
         uses = (graph.maker[keep.value], *graph.readers[keep.value])
         turn = next(place for place, op in enumerate(uses) if graph.ops[op].phase == "backward")
-        after[uses[turn - 1]].append(keep.pack)
-        before[uses[turn]].extend(keep.rebuild)
-        instead.update(keep.swaps)
+        after[uses[turn - 1]].append(keep.store)
+        before[uses[turn]].extend(keep.restore)
+        instead.update(keep.instead)
     order = [run for op in graph.ordinary for run in (*before[op], instead.get(op, op), *after[op])]
     return emit(problem(graph, costs), np.array(order, np.int64))
 
@@ -46,7 +46,7 @@ def assert_narrow(recipe: Any) -> Counter[str]:
     kinds: Counter[str] = Counter()
 
     def program(graph: Graph) -> Program:
-        kinds.update(graph.values[keep.packed].dtype for keep in narrow_keeps(graph))
+        kinds.update(graph.values[keep.keeper].dtype for keep in graph.alternatives)
         found = all_narrow(graph, declared(graph))
         lowtide.check(graph, declared(graph), found)
         return found
@@ -226,10 +226,10 @@ def test_reads_for_sizes_are_gone() -> None:
 def test_optional_ops_are_priced() -> None:
     graph = with_narrow(lowtide.capture(*models.build(LARGER["resnet"])).graph)
     for costs in (lowtide.measure(graph), lowtide.roofline(graph)):
-        for keep in narrow_keeps(graph):
-            narrow = (keep.pack, *keep.rebuild, *(op for _, op in keep.swaps))
+        for keep in graph.alternatives:
+            narrow = (keep.store, *keep.restore, *(op for _, op in keep.instead))
             assert all(costs.seconds[op] > 0 for op in narrow)
-            assert costs.nbytes[keep.packed] == graph.values[keep.packed].nbytes < costs.nbytes[keep.value]
-            for ordinary, instead in keep.swaps:
+            assert costs.nbytes[keep.keeper] == graph.values[keep.keeper].nbytes < costs.nbytes[keep.value]
+            for ordinary, instead in keep.instead:
                 (made,), gradient = graph.makes[ordinary], graph.reads[ordinary][0]
                 assert (made, gradient) in costs.in_place[instead]

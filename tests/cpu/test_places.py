@@ -32,8 +32,8 @@ from lowtide.device.mounts import file_system, is_memory
 from lowtide.errors import PlaceError, ProgramError, StepError, UsageError
 from lowtide.execute.places import Places
 from lowtide.execute.slots import slots, span
-from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Place, Program, Wait
+from lowtide.graph import Graph, Place
+from lowtide.program import Copy, Free, Program, Wait
 
 NAMES = ["mlp", "resnet", "gpt"]
 

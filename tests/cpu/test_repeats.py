@@ -15,7 +15,8 @@ from twins import assert_exact
 import lowtide
 from lowtide import models
 from lowtide.costs import declared
-from lowtide.program import Place, Run
+from lowtide.graph import Place
+from lowtide.program import Run
 
 
 @pytest.mark.parametrize("name", models.SMALL)

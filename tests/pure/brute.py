@@ -96,18 +96,23 @@ class Machine:
         self.names = Names()
         self.right = reference(self.names, graph)
         self.arena = [GARBAGE] * program.arena
-        self.device = {
-            item.value: Cell(costs.nbytes[item.value], -1, self.right[item.value], graph.values[item.value].storage)
-            for item in graph.inputs
-        }
+        self.device: dict[int, Cell] = {}
         self.away: dict[str, dict[int, Cell]] = {"host": {}, "disk": {}}
-        self.homes = {cell.home: cell for cell in self.device.values()}
+        self.homes: dict[int | None, Cell] = {}
+        self.lives = {graph.values[item.value].storage: item.home for item in graph.inputs}
+        for item in graph.inputs:
+            storage = graph.values[item.value].storage
+            cell = Cell(costs.nbytes[item.value], -1, self.right[item.value], storage)
+            self.homes[storage] = self.cells(item.home)[item.value] = cell
         self.kept = {graph.values[item.value].storage for item in graph.inputs if item.stays}
         self.heap = list(self.device.values())  # every cell of the device that was ever there
         self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
         self.draws: list[int] = []  # ops, in the order in which they drew
         self.numbers: dict[int, int] = {}  # op -> which draw it was
         self.now, self.peak = -1, 0
+
+    def cells(self, place: str) -> dict[int, Cell]:
+        return self.device if place == "device" else self.away[place]
 
     def read(self, cell: Cell) -> int:
         if cell.offset < 0 or cell.nbytes == 0:
@@ -187,30 +192,29 @@ class Machine:
         self.device |= moved
 
     def free(self, value: int, place: str) -> None:
-        cells = self.device if place == "device" else self.away[place]
-        if value not in cells:
+        if value not in self.cells(place):
             raise Wrong("nothing to free")
-        cell = cells.pop(value)
-        if cell.home in self.kept:
+        cell = self.cells(place).pop(value)
+        if cell.home in self.kept or (cell.home is not None and place != "device"):
             return  # the caller holds it
         self.homes.pop(cell.home, None)
         self.release(cell)
 
     def copy(self, value: int, to: str, at: int) -> None:
+        storage = self.graph.values[value].storage
+        home = self.homes.get(storage) if at == -1 and self.lives.get(storage) == to else None
         if to == "device":
             ready = [p for p in ("host", "disk") if value in self.away[p] and (value, p) not in self.flights]
             if not ready:
                 raise Wrong("nothing to copy")
-            source, storage = self.away[ready[0]][value], self.graph.values[value].storage
-            home = at == -1 and storage in self.homes
-            target = self.homes[storage] if home else self.allocate(self.costs.nbytes[value], at)
-            self.write(target, GARBAGE)
-            self.device[value] = target
+            source = self.away[ready[0]][value]
+            target = home or self.allocate(self.costs.nbytes[value], at)
         else:
             if value not in self.device:
                 raise Wrong("nothing to copy")
-            source, target = self.device[value], Cell(self.costs.nbytes[value])
-            self.away[to][value] = target
+            source, target = self.device[value], home or Cell(self.costs.nbytes[value])
+        self.write(target, GARBAGE)
+        self.cells(to)[value] = target
         self.flights[value, to] = (source, target, self.read(source))
 
     def wait(self, value: int, place: str) -> None:
@@ -261,8 +265,9 @@ class Machine:
         if self.draws != [op for op, item in enumerate(graph.ops) if item.random]:
             raise Wrong("the generator is in another state")
         last = {graph.values[v].storage: v for v in sorted(self.right)}
-        for value in graph.required | {last[storage] for storage in self.kept}:
-            cell = self.device.get(value)
+        places = {last[storage]: self.lives[storage] for storage in self.kept}
+        for value, place in (places | {output.value: output.home for output in graph.outputs}).items():
+            cell = self.cells(place).get(value)
             if cell is None or self.read(cell) != self.right[value]:
                 raise Wrong(f"%{value} is not there")
             storage = graph.values[value].storage
@@ -315,7 +320,7 @@ class History:
 
     def _since(self, now: int, place: str, value: int) -> int:
         if now == 0:
-            return -1 if place == "device" and self.graph.maker[value] == -1 and self.is_input(value) else -3
+            return -1 if self.graph.maker[value] == -1 and self.is_input(value) and place == self.home(value) else -3
         before, row = self.since(now - 1, place, value), self.rows[now - 1]
         match row:
             case Run(op, _, over, again) if place == "device":
@@ -330,6 +335,11 @@ class History:
 
     def is_input(self, value: int) -> bool:
         return any(item.value == value for item in self.graph.inputs)
+
+    def home(self, value: int) -> str:
+        """Where the caller has it."""
+        found = [item.home for item in self.graph.inputs if self.same(item.value, value)]
+        return [*found, *(item.home for item in self.graph.outputs if item.value == value), "device"][0]
 
     def there(self, now: int, place: str, value: int) -> bool:
         return self.since(now, place, value) >= -1
@@ -370,7 +380,7 @@ class History:
 
     def at_home(self, now: int, value: int) -> bool:
         """Whether a value is in the caller's own storage."""
-        since = self.since(now, "device", value)
+        since = self.since(now, self.home(value), value)
         if since < 0:
             return since == -1
         row = self.rows[since]
@@ -381,7 +391,7 @@ class History:
     def homeless(self, now: int, value: int) -> bool:
         """Whether the storage was one that the step uses up, and is gone."""
         mine = {v for v in range(len(self.graph.values)) if self.same(v, value)}
-        if any(item.stays and item.value in mine for item in self.graph.inputs):
+        if self.home(value) != "device" or any(item.stays and item.value in mine for item in self.graph.inputs):
             return False
         frees = [n for n, row in enumerate(self.rows[:now]) if isinstance(row, Free) and row.place == "device"]
         return any(self.rows[n].value in mine and self.at_home(n, self.rows[n].value) for n in frees)  # type: ignore[union-attr]
@@ -421,13 +431,13 @@ class History:
                     yield from self.misplaced(value, self.costs.nbytes[value], at)
                     if at >= 0 and any(self.meet((at, at + self.costs.nbytes[value]), s) for s in self.spans(now)):
                         yield "overlap"
-                    same = [v for v in range(len(self.graph.values)) if self.same(v, value)]
-                    if (to, at) == ("device", -1) and any(self.at_home(now, v) for v in same):
-                        yield "overlap"
                 else:
                     yield from self.reading(now, "device", value)
                     if at != -1:
                         yield "misplaced"
+                same = [v for v in range(len(self.graph.values)) if self.same(v, value) and self.root(v)]
+                if (to, at) == (self.home(value), -1) and any(self.at_home(now, v) for v in same):
+                    yield "overlap"
 
     def broken_turn(self, now: int, run: Run) -> Iterator[str]:
         earlier = [row for row in self.rows[:now] if isinstance(row, Run)]
@@ -473,7 +483,8 @@ class History:
             yield "free during copy"
 
     def misplaced(self, value: int | None, nbytes: int, offset: int) -> Iterator[str]:
-        leaves = value in self.graph.required and not self.root(value) if value is not None else False
+        leaves = value is not None and value in self.graph.required and not self.root(value)
+        leaves = leaves and value is not None and self.home(value) == "device"
         grid = range(0, self.size, 64) if nbytes or not self.size else range(0, self.size + 1, 64)
         if offset != -1 and (offset not in grid or offset + nbytes > self.size or leaves):
             yield "misplaced"
@@ -510,19 +521,18 @@ class History:
             written = any(value == old for op in graph.ops for _, old in op.updates)
             stays = any(item.stays and self.same(item.value, value) for item in graph.inputs) and not written
             expected = any(output.value == value for output in graph.outputs) or stays
+            home = self.home(value)
             for place in ("device", "host", "disk"):
                 if self.flying(end, place, value):
                     yield "copy never awaited"
-                if self.there(end, place, value) and place != "device":
+                if self.there(end, place, value) and (place != home or not (expected or self.is_input(value))):
                     yield "never freed"
-            if expected and not self.there(end, "device", value):
+            if expected and not self.there(end, home, value):
                 yield "missing output"
-            if expected and self.there(end, "device", value) and self.offset(end, value) != -1:
+            if expected and self.there(end, home, value) and home == "device" and self.offset(end, value) != -1:
                 yield "misplaced"
-            elif expected and self.there(end, "device", value) and self.root(value) and not self.at_home(end, value):
+            elif expected and self.there(end, home, value) and self.root(value) and not self.at_home(end, value):
                 yield "away from home"
-            if self.there(end, "device", value) and not expected and not self.is_input(value):
-                yield "never freed"
 
 
 # -------------------------------------------------------------------------------------------------------------- optimum

@@ -14,8 +14,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lowtide.costs import Costs
-from lowtide.graph import Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Read, Value, View
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Alternative, Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Place, Read, Value, View
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 SIZES = (0, 1, 60, 64, 64, 64, 100, 128, 128, 256)  # bytes; several values must have equal sizes
 AWAY: tuple[Place, ...] = ("host", "disk")
@@ -171,7 +171,31 @@ def with_optional(random: Random, graph: Graph) -> Graph:
     pack = Op("pack", "made.up", (Read(wide),), outputs=(narrow,), optional=True)
     unpack = Op("unpack", "made.up", (Read(narrow),), outputs=(wide,), optional=True)
     values = (*graph.values, Value("narrow", 16, "activation", narrow))
-    return dataclasses.replace(graph, ops=(*graph.ops, pack, unpack), values=values)
+    row = Alternative(wide, narrow, store=len(graph.ops), restore=(len(graph.ops) + 1,))
+    ops = (*graph.ops, pack, unpack)
+    return dataclasses.replace(graph, ops=ops, values=values, alternatives=(*graph.alternatives, row))
+
+
+def with_homes(random: Random, graph: Graph) -> Graph:
+    """The graph with some inputs, what becomes of them, and some outputs in other places."""
+    numbers = {number for number, value in enumerate(graph.values) if value.kind == "scalar"}
+    chosen = {value.storage: random.choice(("device", "host", "disk")) for value in graph.values}
+    inputs = tuple(
+        dataclasses.replace(item, home="device" if item.value in numbers else chosen[graph.values[item.value].storage])
+        for item in graph.inputs
+    )
+    homes = {graph.values[item.value].storage: item.home for item in inputs}
+    free = {output.value: random.choice(("device", "host", "disk")) for output in graph.outputs}
+    outputs = tuple(
+        dataclasses.replace(
+            output,
+            home=homes.get(
+                graph.values[output.value].storage, "device" if output.value in numbers else free[output.value]
+            ),
+        )
+        for output in graph.outputs
+    )
+    return dataclasses.replace(graph, inputs=inputs, outputs=outputs)
 
 
 def make_tree(random: Random, size: int) -> Graph:
@@ -217,7 +241,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
 
 
 def must_stay(graph: Graph) -> set[int]:
-    """The values that must be on the device when the step ends."""
+    """The values that must be there when the step ends."""
     last = {graph.values[i.value].storage: i.value for i in graph.inputs if i.stays}
     for op in graph.ops:
         last |= {graph.values[old].storage: new for new, old in op.updates if graph.values[old].storage in last}
@@ -246,13 +270,23 @@ def captured(graph: Graph) -> Program:
     for index in graph.ordinary:
         last.update(dict.fromkeys(graph.reads[index] + graph.makes[index], index))
     gone = {old for pairs in graph.effects for _, old in pairs}
-    keep = must_stay(graph)
+    keep, home = must_stay(graph), graph.home
+    away = [item for item in graph.inputs if item.home != "device"]
     instructions: list[Instruction] = []
+    for item in away:
+        instructions += [Copy(item.value, "device"), Wait(item.value, "device")]
     for index in graph.ordinary:
         instructions.append(Run(index, over=graph.effects[index]))
         used = graph.reads[index] + graph.makes[index]
         done = [v for v in used if last[v] == index and graph.maker[v] >= 0 and v not in keep | gone]
         instructions.extend(Free(value) for value in done)
+    for item in away:
+        if item.value not in keep:
+            instructions.append(Free(item.value, item.home))
+        if item.value not in gone:
+            instructions.append(Free(item.value))
+    for value in sorted(value for value in keep if home[value] != "device" and graph.maker[value] >= 0):
+        instructions += [Copy(value, home[value]), Wait(value, home[value]), Free(value)]
     return Program(graph.fingerprint, tuple(instructions))
 
 
@@ -262,7 +296,10 @@ class _Writer:
     def __init__(self, random: Random, graph: Graph, costs: Costs, wild: float, astray: float) -> None:
         self.random, self.graph, self.costs, self.wild, self.astray = random, graph, costs, wild, astray
         self.instructions: list[Instruction] = []
-        self.places: dict[str, set[int]] = {"device": {i.value for i in graph.inputs}, "host": set(), "disk": set()}
+        self.places: dict[str, set[int]] = {"device": set(), "host": set(), "disk": set()}
+        for item in graph.inputs:
+            self.places[item.home].add(item.value)
+        self.lives = {graph.values[i.value].storage: i.home for i in graph.inputs}
         self.flights: dict[tuple[int, str], str] = {}  # (value, to) -> from
         self.has_run: set[int] = set()
         self.homes: dict[int, int | None] = {graph.values[i.value].storage: i.value for i in graph.inputs}
@@ -274,7 +311,10 @@ class _Writer:
                 self.bring(value, set(self.graph.reads[op]))
             self.run(op, set())
             self.disturb()
-        keep = must_stay(self.graph)
+        stays, home = must_stay(self.graph), self.graph.home
+        keep = {value for value in stays if home[value] == "device"}
+        for value in sorted(stays - keep):
+            self.send_home(value)
         for value in sorted(keep):
             self.bring(value, keep)
         for value in sorted(keep):
@@ -283,8 +323,10 @@ class _Writer:
         for value, place in sorted(self.flights):
             self.wait(value, place)
         for place in self.places:
-            for value in sorted(self.places[place] - (keep if place == "device" else set())):
-                if place == "device" and self.graph.maker[value] < 0 and self.random.random() < 0.7:
+            for value in sorted(self.places[place]):
+                if value in stays and place == home[value]:
+                    continue
+                if place == home[value] and self.graph.maker[value] < 0 and self.random.random() < 0.7:
                     continue
                 self.free(value, place)
 
@@ -354,6 +396,17 @@ class _Writer:
         self.astray = 0.0
         self.copy(value, "device", next(place for place in away if (value, place) not in self.flights))
 
+    def send_home(self, value: int) -> None:
+        """Have the value in the place where the caller has it, which is not the device."""
+        place, storage = self.graph.home[value], self.graph.values[value].storage
+        if value in self.places[place]:
+            return
+        self.bring(value, {value})
+        other = self.homes.get(storage)
+        if other is not None:
+            self.free(other, place)
+        self.copy(value, place, "device")
+
     def run(self, op: int, protected: set[int]) -> None:
         graph, again = self.graph, op in self.has_run
         makes, reads = graph.makes_of(op, again=again), graph.reads_of(op, again=again)
@@ -371,7 +424,7 @@ class _Writer:
         self.instructions.append(Run(op, (), tuple(over), again))
         self.has_run.add(op)
         for made, read in over:
-            if self.homes.get(graph.values[read].storage) == read:
+            if self.at_home(read, "device"):
                 self.homes[graph.values[read].storage] = made
         self.places["device"] -= {read for _, read in over}
         self.places["device"] |= set(makes)
@@ -390,7 +443,7 @@ class _Writer:
                     self.free(value, "device")
             elif roll < self.wild / 2 and self.graph.values[value].kind != "scalar":
                 for place in AWAY:
-                    if value not in self.places[place] and self.random.random() < 0.6:
+                    if value not in self.places[place] and not self.taken(value, place) and self.random.random() < 0.6:
                         self.copy(value, place, "device")
                 if self.random.random() < 0.5 and any(value in self.places[place] for place in AWAY):
                     self.free(value, "device")
@@ -416,18 +469,32 @@ class _Writer:
         self.instructions.append(Free(value, place))  # type: ignore[arg-type]
         self.places[place].remove(value)
         storage = self.graph.values[value].storage
-        if place == "device" and self.homes.get(storage) == value:
+        if self.at_home(value, place):
             self.homes[storage] = None
-            if storage not in self.kept:
+            if storage not in self.kept and place == "device":
                 del self.homes[storage]
 
     def may_come(self, value: int) -> bool:
         """Whether there is a place for it: what is of the caller's storages may have to wait until it can go home."""
-        return self.astray > 0 or self.homes.get(self.graph.values[value].storage) is None
+        return self.astray > 0 or not self.taken(value, "device")
+
+    def taken(self, value: int, place: str) -> bool:
+        """Whether a copy to this place would go home, and another content is there."""
+        storage = self.graph.values[value].storage
+        return self.lives.get(storage) == place and self.homes.get(storage) is not None
+
+    def at_home(self, value: int, place: str) -> bool:
+        """Whether the value in this place is in the caller's own storage."""
+        storage = self.graph.values[value].storage
+        return self.lives.get(storage) == place and self.homes.get(storage) == value
 
     def copy(self, value: int, to: str, source: str) -> None:
         storage, at = self.graph.values[value].storage, -1
-        if to == "device" and storage in self.graph.lasting_storages:
+        if to != "device" and self.lives.get(storage) == to:
+            if self.taken(value, to):
+                raise Stuck
+            self.homes[storage] = value
+        if to == "device" and self.lives.get(storage) == "device":
             if not self.may_come(value):
                 raise Stuck
             occupied = self.homes.get(storage) is not None
@@ -447,7 +514,9 @@ class _Writer:
 def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Program:
     """The same valid program with an arena: first fit, except for what is at random, or must be, outside."""
     outside = {
-        v for v in range(len(graph.values)) if graph.values[v].storage in graph.lasting_storages or v in graph.required
+        v
+        for v in range(len(graph.values))
+        if graph.home[v] == "device" and (graph.values[v].storage in graph.lasting_storages or v in graph.required)
     }
     outside |= {v for v in range(len(graph.values)) if random.random() < 0.1}
     for instruction in reversed(program.instructions):
@@ -608,6 +677,22 @@ def make_case(size: int, seed: int) -> Case:
     if arena:
         program = lay_out(random, graph, costs, program)
     return Case(size, seed, graph, costs, program)
+
+
+def make_away_case(size: int, seed: int) -> Case:
+    """A case in which some inputs and outputs live in other places than the device."""
+    random = Random(seed)
+    graph = with_homes(random, make_graph(random, size))
+    costs = make_costs(random, graph)
+    program = make_program(random, graph, costs, wild=random.choice((0.0, 0.3, 0.6)))
+    if random.random() < 0.6:
+        program = lay_out(random, graph, costs, program)
+    return Case(size, seed, graph, costs, program)
+
+
+def away_cases(max_size: int = 10) -> st.SearchStrategy[Case]:
+    """Cases of up to `max_size` ops with inputs and outputs in other places."""
+    return st.builds(make_away_case, st.integers(1, max_size), st.integers(0, 2**32 - 1))
 
 
 def cases(max_size: int = 10) -> st.SearchStrategy[Case]:

@@ -123,13 +123,24 @@ class Machine:
         self.repeats = [row.op for row in program.instructions if isinstance(row, Run) and row.again]
         self.dirt = 0
         self.outside, self.peak = 0, 0  # bytes of the device beside the arena, now and at most
+        self.homes: dict[int | None, Block] = {}  # the caller's own arrays, and where they are
+        self.lives = {self.graph.values[item.value].storage: item.home for item in self.graph.inputs}
         for item in self.graph.inputs:
             memory = np.frombuffer(step.contents[item.value], np.uint8).copy()
             storage = self.graph.values[item.value].storage
-            self.device[item.value] = Block(memory, self.costs.nbytes[item.value], storage)
-            self.outside += self.costs.nbytes[item.value]
-        self.homes = {block.home: block for block in self.device.values()}
+            counted = self.costs.nbytes[item.value] if item.home == "device" else 0
+            self.homes[storage] = self.held(item.home)[item.value] = Block(memory, counted, storage)
+            self.outside += counted
         self.kept = {self.graph.values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+
+    def held(self, place: str) -> dict[int, Block]:
+        """The blocks in a place."""
+        return self.device if place == "device" else self.away[place]
+
+    def own(self, value: int, place: str) -> Block | None:
+        """The caller's own array, if this is a place for what it holds."""
+        storage = self.graph.values[value].storage
+        return self.homes.get(storage) if self.lives.get(storage) == place else None
 
     def execute(self) -> int:
         """The most bytes that the device ever held; Wrong, if that is not what eager's order would have done."""
@@ -244,11 +255,10 @@ class Machine:
 
     def free(self, value: int, place: str) -> None:
         """Let go of a block; the caller's own stay as they are."""
-        blocks = self.device if place == "device" else self.away[place]
-        if value not in blocks:
+        if value not in self.held(place):
             raise Wrong("nothing to free")
-        block = blocks.pop(value)
-        if block.home not in self.kept:
+        block = self.held(place).pop(value)
+        if block.home is None or (block.home not in self.kept and place == "device"):
             self.homes.pop(block.home, None)
             self.release(block)
 
@@ -256,7 +266,8 @@ class Machine:
         """Start a copy from the device."""
         if value not in self.device or value in self.step.numbers:
             raise Wrong("nothing to copy")
-        target = self.away[place][value] = Block(np.empty(self.step.nbytes[value], np.uint8))
+        target = self.own(value, place) or Block(np.empty(self.step.nbytes[value], np.uint8))
+        self.away[place][value] = target
         self.start(value, place, self.device[value], target)
 
     def fetch(self, value: int, at: int) -> None:
@@ -264,7 +275,7 @@ class Machine:
         ready = [place for place in self.away if value in self.away[place] and (value, place) not in self.copies]
         if not ready:
             raise Wrong("nothing to copy")
-        home = self.homes.get(self.graph.values[value].storage) if at == -1 else None
+        home = self.own(value, "device") if at == -1 else None
         self.device[value] = self.allocate(self.step.nbytes[value], at) if home is None else home
         self.start(value, "device", self.away[ready[0]][value], self.device[value])
 
@@ -286,7 +297,8 @@ class Machine:
         self.arena.fill(self.dirt)
         wanted = self.step.contents
         for output in self.graph.outputs:
-            if output.value not in self.device or self.device[output.value].memory.tobytes() != wanted[output.value]:
+            found = self.held(output.home).get(output.value)
+            if found is None or found.memory.tobytes() != wanted[output.value]:
                 raise Wrong(f"%{output.value} is not what the step returns")
         last = dict(self.kept)
         for op in self.graph.ops:

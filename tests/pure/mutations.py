@@ -9,8 +9,8 @@ from random import Random
 from graphs import break_program
 
 from lowtide.costs import Costs
-from lowtide.graph import Graph
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Graph, Place
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 Rows = list[Instruction]
 

@@ -8,7 +8,7 @@ from random import Random
 from graphs import Case, lay_out, make_costs, make_graph, make_program
 
 from lowtide.costs import Costs
-from lowtide.graph import Graph, Op, Read, Value
+from lowtide.graph import Alternative, Graph, Op, Read, Value
 from lowtide.program import Copy, Free, Instruction, Program, Run
 
 
@@ -41,7 +41,13 @@ def _with_pack(random: Random, graph: Graph, costs: Costs, value: int) -> tuple[
     small = Value(f"narrow{narrow}", random.choice((0, 1, 64)), "activation", 1000 + narrow)
     pack = Op("pack", "made.up.pack", (Read(value),), outputs=(narrow,), optional=True)
     unpack = Op("unpack", "made.up.unpack", (Read(narrow),), outputs=(value,), optional=True)
-    graph = dataclasses.replace(graph, ops=(*graph.ops, pack, unpack), values=(*graph.values, small))
+    row = Alternative(value, narrow, store=len(graph.ops), restore=(len(graph.ops) + 1,))
+    graph = dataclasses.replace(
+        graph,
+        ops=(*graph.ops, pack, unpack),
+        values=(*graph.values, small),
+        alternatives=(*graph.alternatives, row),
+    )
     costs = dataclasses.replace(
         costs,
         graph=graph.fingerprint,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from lowtide.check import UNREADABLE, check
 from lowtide.costs import Costs, declared
 from lowtide.errors import ProgramError
-from lowtide.graph import Graph, Input, Kind, Op, Output, Read, Value
-from lowtide.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from lowtide.graph import Graph, Input, Kind, Op, Output, Place, Read, Value
+from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 # -------------------------------------------------------------------------------------- one step that a person can read
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from graphs import Case, captured, lay_out, make_case, make_costs, make_graph, make_program, make_step
+from graphs import Case, captured, lay_out, make_away_case, make_case, make_costs, make_graph, make_program, make_step
 from machine import Machine, Step, Wrong
 from mutations import mutate
 from optional import make_optional_case
@@ -26,6 +26,8 @@ def any_case(seed: int) -> Case:
     size = 1 + seed % 12
     if seed % 5 == 0:
         return make_optional_case(size, seed)
+    if seed % 7 == 0:
+        return make_away_case(size, seed)
     if seed % 5 > 2:
         return make_case(size, seed)
     random = Random(seed)
@@ -118,7 +120,7 @@ BLIND: dict[str, tuple[str, Any]] = {
     "unreadable": ("check_readable", _blind),
     "repeats": ("check_turn", lambda self, op, again: self.has_run.add(op)),
     "the end": ("end", _blind),
-    "home": ("at_home", lambda self, value: self.blocks.get(("device", value), (0, 0))[0] == -1),
+    "home": ("at_home", lambda self, block: self.blocks.get(block, (0, 0))[0] == -1),
     "last contents": ("last_contents", lambda self, all_of=_Judge.last_contents: _there(self, all_of(self))),
 }
 

@@ -14,9 +14,9 @@ from test_check import _agree
 from lowtide.check import check
 from lowtide.costs import declared
 from lowtide.errors import FileError, ProgramError
-from lowtide.graph import Arg, Graph, Input, Op, Output, Phase, Read, Value, View
+from lowtide.graph import Alternative, Arg, Graph, Input, Op, Output, Phase, Read, Value, View
 from lowtide.plan import as_eager, keep_everything, plan
-from lowtide.plan.narrow import Narrow, narrow_keeps, sizes_only, with_narrow
+from lowtide.plan.narrow import sizes_only, with_narrow
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.program import Free, Instruction, Program, Run
 from lowtide.simulate import simulate
@@ -231,6 +231,54 @@ def test_refuses_optional_ops_that_are_not(tmp_path: Path) -> None:
             Graph.load(tmp_path / "graph")
 
 
+def test_rows_of_alternatives_are_in_the_file_and_not_in_the_fingerprint(tmp_path: Path) -> None:
+    bare = dataclasses.replace(GRAPH, alternatives=())
+    assert bare.fingerprint == GRAPH.fingerprint
+    rows = (*GRAPH.alternatives, Alternative(H, H, "host"), Alternative(H, H, "disk"))
+    graph = dataclasses.replace(GRAPH, alternatives=rows)
+    graph.save(tmp_path / "graph")
+    assert Graph.load(tmp_path / "graph") == graph
+    bare.save(tmp_path / "bare")
+    assert "alternatives" not in (tmp_path / "bare").read_text(encoding="utf-8")
+    assert Graph.load(tmp_path / "bare") == bare
+
+
+MASKED = Op("masked", "aten.relu.default", (Read(NARROW),), outputs=(DH,), optional=True)
+BOTH = Op("both", "aten.relu.default", (Read(NARROW), Read(INDICES)), outputs=(DH,), optional=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Alternative(99, NARROW, store=PACK, restore=(UNPACK,)), "is of 99, 7"),
+        (Alternative(INDICES, 99, store=PACK, restore=(UNPACK,)), "is of 3, 99"),
+        (Alternative(INDICES, INDICES, "attic"), "'attic'"),  # type: ignore[arg-type]
+        (Alternative(INDICES, NARROW, store=99, restore=(UNPACK,)), "names ops"),
+        (Alternative(INDICES, NARROW, store=PACK, restore=(99,)), "names ops"),
+        (Alternative(INDICES, INDICES), "in another place and takes no ops"),
+        (Alternative(INDICES, INDICES, "disk", store=PACK), "in another place and takes no ops"),
+        (Alternative(INDICES, NARROW, store=PACK), "no way back from %7"),
+        (Alternative(INDICES, NARROW, restore=(UNPACK,)), "which no ordinary op makes"),
+        (Alternative(INDICES, NARROW, store=UNPACK, restore=(UNPACK,)), "stored by op 6"),
+        (Alternative(INDICES, NARROW, store=POOL, restore=(UNPACK,)), "stored by op 1"),
+        (Alternative(INDICES, NARROW, store=PACK, restore=(PACK,)), "restored by ops"),
+        (Alternative(INDICES, NARROW, store=PACK, restore=(POOL,)), "restored by ops"),
+        (Alternative(INDICES, NARROW, store=PACK, instead=((MEAN, 7),)), "stand in"),
+        (Alternative(INDICES, NARROW, store=PACK, instead=((POOL_BACKWARD, POOL_BACKWARD),)), "stand in"),
+        (Alternative(INDICES, NARROW, store=PACK, instead=((POOL_BACKWARD, UNPACK),)), "stand in"),
+        (Alternative(INDICES, NARROW, store=PACK, instead=((POOL_BACKWARD, 8),)), "alone"),
+    ],
+)
+def test_refuses_rows_that_lead_nowhere(row: Alternative, words: str) -> None:
+    graph = dataclasses.replace(GRAPH, ops=(*GRAPH.ops, MASKED, BOTH))
+    fine = Alternative(INDICES, NARROW, store=PACK, instead=((POOL_BACKWARD, 7),))
+    assert dataclasses.replace(graph, alternatives=(*GRAPH.alternatives, fine)).fault is None
+    fault = dataclasses.replace(graph, alternatives=(fine, row)).fault
+    assert fault is not None
+    assert fault.startswith("alternative 1")
+    assert words in fault
+
+
 # ------------------------------------------------------------------------------------------------------------ the plans
 
 
@@ -259,7 +307,7 @@ def test_makers_and_readers_are_ordinary() -> None:
 )
 def test_indices_are_kept_in_what_holds_their_plane(height: int, width: int, dtype: str, nbytes: int) -> None:
     graph = with_narrow(_pooling(height, width))
-    assert narrow_keeps(graph) == (Narrow(INDICES, PACK, NARROW, (UNPACK,), ()),)
+    assert graph.alternatives == (Alternative(INDICES, NARROW, store=PACK, restore=(UNPACK,)),)
     wide, narrow = graph.values[INDICES], graph.values[NARROW]
     assert (narrow.dtype, narrow.nbytes) == (dtype, wide.nbytes // 8 * nbytes)
     assert (narrow.shape, narrow.stride) == (wide.shape, wide.stride)
@@ -294,7 +342,7 @@ def _dropout(draw: str = "aten.bernoulli_.float", scale: Arg = 0.9, dtype: str =
 
 def test_noise_is_kept_as_its_mask_and_scaled_again() -> None:
     graph = with_narrow(_dropout())
-    assert narrow_keeps(graph) == (Narrow(3, 5, 6, (6, 2), ()),)
+    assert graph.alternatives == (Alternative(3, 6, store=5, restore=(6, 2)),)
     assert graph.makes[6] == (2,)
     assert (graph.values[6].dtype, graph.values[6].nbytes) == ("bool", 16)
     rows: list[Instruction] = [
@@ -349,7 +397,7 @@ def _without_ones(graph: Graph) -> Graph:
 @pytest.mark.parametrize("view", [None, 0, 2])
 def test_a_relu_is_kept_as_its_mask(itself: bool, view: int | None) -> None:
     graph = with_narrow(_without_ones(_relu(itself=itself, written=view if itself else None, seen=view)))
-    assert narrow_keeps(graph) == (Narrow(2, 4, 5, (), ((3, 5),)),)
+    assert graph.alternatives == (Alternative(2, 5, store=4, instead=((3, 5),)),)
     assert graph.ops[5].args == (Read(3), Read(5, view), 0)
     assert graph.makes[5] == graph.makes[3]
     assert graph.values[5].dtype == "bool"

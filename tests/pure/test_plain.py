@@ -80,7 +80,7 @@ def plainly_shaved(arrays: Problem, sequence: Ints, budget: int, batch: int, pen
 def test_profile_shave_and_tidy_are_those_of_the_compiled_loops(case: Costed) -> None:
     arrays = problem(case.graph, case.costs)
     order = captured_order(case.graph)
-    nothing_narrow = not (arrays.pack >= 0).any()
+    nothing_narrow = not arrays.rows
     for budget in budgets(arrays, order):
         for batch, penalty in ((1, 0.0), (4, 1.0)):
             shaved, peak = shave(arrays, order, budget, batch=batch, penalty=penalty)
