@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from lowtide.device.cpu import CPU
-from lowtide.device.record import Device, Flight, Store
+from lowtide.device.record import Device, Flight, Homes, Store
 from lowtide.errors import UsageError
 from lowtide.graph import Place
 
-__all__ = ["CPU", "Device", "Flight", "Store", "known", "of", "refuse_place"]
+__all__ = ["CPU", "Device", "Flight", "Homes", "Store", "known", "of", "refuse_place"]
 
 DEVICES = {"cpu": CPU, "meta": CPU}  # a model without numbers is planned for the CPU
 

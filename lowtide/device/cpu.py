@@ -15,6 +15,7 @@ from lowtide.allocator.arena import POOL, stepping
 from lowtide.budget import free_memory
 from lowtide.costs import ALIGNMENT
 from lowtide.device.disk import STAGING, Disk
+from lowtide.device.homes import FileHomes
 from lowtide.device.record import Device
 from lowtide.kernels.own import quicker
 
@@ -60,6 +61,7 @@ CPU = Device(
     clock=time.perf_counter,
     synchronise=_synchronise,
     stores={"disk": Disk},
+    homes={"disk": FileHomes},
     staging=STAGING,
     own_kernel=quicker,
 )

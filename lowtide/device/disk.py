@@ -95,6 +95,10 @@ class Disk:
             ) from error
         self.nbytes = nbytes
 
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._file
+
     def write(self, offset: int, source: torch.Tensor) -> DiskFlight:
         """Start to copy a tensor of bytes to an offset."""
         return self._start("out", offset, source)

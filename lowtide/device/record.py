@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +52,13 @@ class Open(Protocol):
         """The store."""
 
 
+class Homes(Protocol):
+    """Where the caller's tensors live that are not on the device between steps."""
+
+    def locate(self, tensors: Sequence[torch.Tensor]) -> Sequence[tuple[Store, int]]:
+        """The store and the offset of each tensor, for a step; those that are not there yet move, and stay objects."""
+
+
 @dataclass(frozen=True)
 class Device:
     """What a device is, for everybody who plans, runs or measures on it."""
@@ -68,5 +75,6 @@ class Device:
     clock: Callable[[], float]  # seconds
     synchronise: Callable[[], None]  # returns when all that was asked of the device is done
     stores: Mapping[Place, Open]  # the places that values can go to from here, the nearest first
+    homes: Mapping[Place, Callable[[str | os.PathLike[str] | None], Homes]]  # places that inputs can live in
     staging: int  # bytes of its memory that copies to them and back go through
     own_kernel: Callable[[str], Callable[..., Any] | None]  # for a target, ours that gives torch's bits sooner

@@ -13,9 +13,10 @@ import torch
 
 from lowtide import device
 from lowtide.errors import LowtideError, PlaceError, StepError
+from lowtide.execute.slots import goes_home
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
-from lowtide.program import Program, Run
+from lowtide.program import Copy, Program, Run
 
 NAMED = 3  # buffers of which an error says the name
 
@@ -94,8 +95,10 @@ def _written(graph: Graph, program: Program, reached: int, *, between: bool) -> 
     owner = {graph.values[value].storage: item for value, item in inputs.items()}
     found = []
     for number, instruction in enumerate(program.instructions[: max(0, reached + 1)]):
+        if isinstance(instruction, Copy) and goes_home(graph, instruction.value, instruction.to):
+            found.append(owner[graph.values[instruction.value].storage])
         if isinstance(instruction, Run) and not instruction.again:
-            effects = graph.effects[instruction.op]
+            effects = [pair for pair in graph.effects[instruction.op] if graph.home[pair[0]] == "device"]
             if number < reached or between or len(effects) > 1:
                 found += [owner[graph.values[old].storage] for _, old in effects]
     if reached >= 0:  # gradients that the step uses up belong to it from its start

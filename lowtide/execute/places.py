@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from lowtide.device import Device, Flight, Store
+from lowtide.errors import PlaceError
 from lowtide.execute.slots import Slots
 from lowtide.graph import Place
 
@@ -34,6 +35,7 @@ class _Form:
 class _Stored:
     """A value in another place."""
 
+    store: Store
     offset: int
     nbytes: int
     form: _Form
@@ -67,6 +69,8 @@ class Places:
         self.flights: dict[tuple[int, str], Flight] = {}
         self.process = os.getpid()  # a child has the files of its parent, and none of its threads
         self.stores: dict[Place, Store] = {}
+        self.homes: dict[int, _Stored] = {}  # the caller's storages that are elsewhere
+        self.order = tuple(device.stores)  # the nearest first
         try:
             for place, open_store in device.stores.items():
                 if place in slots:
@@ -88,19 +92,36 @@ class Places:
             flat, offset = flat[start : start + _span(tensor) * tensor.element_size()], 0
         form = _Form(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
         at = self._room(number, place, len(flat))
-        self.stored[value, place] = _Stored(at, len(flat), form)
+        self.stored[value, place] = _Stored(self.stores[place], at, len(flat), form)
         self.flights[value, place] = self.stores[place].write(at, flat)
+
+    def begin(self, homes: Iterable[tuple[int, int, Place, torch.Tensor, Store, int]]) -> None:
+        """Begin a step with inputs elsewhere: value, storage, place, the caller's tensor, its store and offset."""
+        self.homes = {}
+        for value, storage, place, tensor, store, offset in homes:
+            form = _Form(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
+            stored = _Stored(store, offset, _span(tensor) * tensor.element_size(), form)
+            self.homes[storage] = self.stored[value, place] = stored
+
+    def store_home(self, value: int, place: Place, tensor: torch.Tensor, storage: int) -> None:
+        """Start to copy a tensor to the caller's own storage in this place."""
+        home, start = self.homes[storage], int(tensor.storage_offset()) * tensor.element_size()
+        if tuple(tensor.stride()) != home.form.stride or tensor.dtype != home.form.dtype:
+            raise PlaceError(f"%{value} has strides {tuple(tensor.stride())}, its home {home.form.stride}.")
+        self.stored[value, place] = home
+        self.flights[value, place] = home.store.write(home.offset, _bytes_of(tensor)[start : start + home.nbytes])
 
     def load(self, value: int) -> torch.Tensor:
         """Start to copy a value back to the device, to new memory, which is returned at once."""
-        store, stored = self._find(value)
+        stored = self._find(value)
         made = torch.empty(stored.nbytes, dtype=torch.uint8)
-        self.flights[value, "device"] = store.read(stored.offset, made)
+        self.flights[value, "device"] = stored.store.read(stored.offset, made)
         return stored.form.of(made)
 
     def load_home(self, value: int, home: torch.Tensor) -> None:
         """Start to copy a value to the caller's own tensor; only its elements, for what lies between is not ours."""
-        store, stored = self._find(value)
+        stored = self._find(value)
+        store = stored.store
         form, start = stored.form, int(home.storage_offset()) * home.element_size()
         first = form.offset * home.element_size()
         if _is_dense(home) and form.stride == tuple(home.stride()) and (first, stored.nbytes) == (0, home.nbytes):
@@ -123,7 +144,7 @@ class Places:
 
     def end(self) -> None:
         """Let go of all values, after the last copy is done or given up; tensors must be alive until then."""
-        for store in self.stores.values():
+        for store in dict.fromkeys((*self.stores.values(), *(home.store for home in self.homes.values()))):
             store.settle()
         self.flights.clear()
         self.stored.clear()
@@ -143,13 +164,11 @@ class Places:
             self.beyond[number, place] = offset, nbytes
         return offset
 
-    def _find(self, value: int) -> tuple[Store, _Stored]:
+    def _find(self, value: int) -> _Stored:
         """A value in the nearest place where it is complete."""
-        for place, store in self.stores.items():
-            if (value, place) in self.stored and (value, place) not in self.flights:
-                return store, self.stored[value, place]
-        place = next(place for place in self.stores if (value, place) in self.stored)
-        return self.stores[place], self.stored[value, place]
+        there = [place for place in self.order if (value, place) in self.stored]
+        complete = [place for place in there if (value, place) not in self.flights]
+        return self.stored[value, (complete or there)[0]]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

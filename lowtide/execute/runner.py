@@ -16,7 +16,7 @@ from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import ArenaError, Step, Stepping, Tape
 from lowtide.budget import allowance
 from lowtide.captured import Captured
-from lowtide.device import Device
+from lowtide.device import Device, Homes, Store
 from lowtide.errors import LowtideWarning
 from lowtide.execute.binding import Binding
 from lowtide.execute.failure import failed, let_go
@@ -24,6 +24,7 @@ from lowtide.execute.places import Places
 from lowtide.execute.slots import slots
 from lowtide.execute.source import generate
 from lowtide.execute.tape import places, temporaries
+from lowtide.graph import Place
 from lowtide.program import Program
 
 LESSONS = 3  # steps at most that learn: the first one may allocate for good, as a warm-up does
@@ -56,10 +57,13 @@ class Runner:
         self.mismatches = 0  # allocations of all steps that did not follow the plan
         self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._nbytes = nbytes if nbytes is not None else [value.nbytes for value in captured.graph.values]
-        self._before = sum(self._nbytes[item.value] for item in captured.graph.inputs)  # bytes, as the plan counts them
+        here = [item.value for item in captured.graph.inputs if item.home == "device"]
+        self._before = sum(self._nbytes[value] for value in here)  # bytes, as the plan counts them
         self._slots = slots(captured.graph, program, self._nbytes)
-        for place in self._slots:
+        self._away = [(n, item) for n, item in enumerate(captured.graph.inputs) if item.home != "device"]
+        for place in {*self._slots, *(item.home for _, item in self._away)}:
             devices.refuse_place(self.device, place)
+        self._homes: dict[Place, Homes] = {}  # where inputs live that are elsewhere between steps
         self._places: list[Places] = []  # that no step uses now
         self._binding = Binding(captured)
         self._function, self.source = generate(captured.graph, program, self.device)
@@ -75,7 +79,7 @@ class Runner:
     @property
     def staging(self) -> int:
         """The bytes of the device's memory that copies to other places and back go through; 0 without copies."""
-        return self.device.staging if self._slots else 0
+        return self.device.staging if self._slots or self._away else 0
 
     @property
     def arena_bytes(self) -> int:
@@ -157,9 +161,23 @@ class Runner:
         generator = self.device.generator()
         if self.captured.graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
+        homes = self._locate(inputs)
         away = stack.enter_context(self._borrow_places())
+        away.begin(homes)
         self._binding.take_gradients()
         return self._function(inputs, generator, away, cursor)
+
+    def _locate(self, inputs: list[Any]) -> list[tuple[int, int, Place, Any, Store, int]]:
+        """Where the inputs are that live elsewhere; those that are on the device still move there."""
+        found = []
+        for place in dict.fromkeys(item.home for _, item in self._away):
+            mine = [(inputs[n], item.value) for n, item in self._away if item.home == place]
+            if place not in self._homes:
+                self._homes[place] = self.device.homes[place](self.folder)
+            located = self._homes[place].locate([tensor for tensor, _ in mine])
+            for (tensor, value), (store, offset) in zip(mine, located, strict=True):
+                found.append((value, self.captured.graph.values[value].storage, place, tensor, store, offset))
+        return found
 
     @contextmanager
     def _borrow_places(self) -> Iterator[Places]:

@@ -31,7 +31,7 @@ def slots(graph: Graph, program: Program, nbytes: Sequence[int]) -> dict[Place, 
     holding: dict[tuple[int, Place], tuple[int, int]] = {}
     for number, instruction in enumerate(program.instructions):
         match instruction:
-            case Copy(value, to) if to != "device":
+            case Copy(value, to) if to != "device" and not goes_home(graph, value, to):
                 room = -(-max(nbytes[value], span(graph.values[value])) // BLOCK) * BLOCK
                 offset = 0
                 for start, end in live[to]:
@@ -48,6 +48,11 @@ def slots(graph: Graph, program: Program, nbytes: Sequence[int]) -> dict[Place, 
             case _:
                 pass
     return found
+
+
+def goes_home(graph: Graph, value: int, place: Place) -> bool:
+    """Whether a copy of the value to this place goes to the caller's own storage there."""
+    return graph.home[value] == place and graph.values[value].storage in graph.lasting_storages
 
 
 def span(value: Value) -> int:

@@ -18,6 +18,7 @@ from lowtide import kernels
 from lowtide.device import Device
 from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
+from lowtide.execute.slots import goes_home
 from lowtide.graph import Arg, Constant, Graph, Op, Read
 from lowtide.private import bare_kernel
 from lowtide.program import Copy, Free, Program, Run, Wait, exists
@@ -31,10 +32,10 @@ def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[.
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
     if graph.fault is not None:
         raise ProgramError("unsound", f"the graph can't be run: {graph.fault}.")
-    for item in graph.ends:
-        if item.home != "device":
-            what = f"%{item.value} {graph.values[item.value].name} lives on the {item.home}"
-            raise ProgramError("away from home", f"{what}; only what lives on the device can be given and returned.")
+    for output in graph.outputs:
+        if output.home != "device" and output.role != "input":
+            what = f"%{output.value} {graph.values[output.value].name} is to be on the {output.home}"
+            raise ProgramError("away from home", f"{what}; only what becomes of an input can be left there.")
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
@@ -83,6 +84,8 @@ class _Writer:
 
     def write(self) -> str:
         for item in self.graph.inputs:
+            if item.home != "device":
+                continue  # its place has it
             self.held[item.value] = _Tensor(self.fresh())
             storage = self.graph.values[item.value].storage
             self.homes[storage] = _Home(self.held[item.value].name, item.value, item.stays)
@@ -90,7 +93,8 @@ class _Writer:
             match instruction:
                 case Copy(value, "device", -1) if self.graph.values[value].storage in self.homes:
                     self.homes[self.graph.values[value].storage].comes = number
-        inputs = "".join(f"{self.held[item.value].name}, " for item in self.graph.inputs)
+        names = [self.held[item.value].name if item.home == "device" else "_" for item in self.graph.inputs]
+        inputs = "".join(f"{name}, " for name in names)
         self.emit(f"({inputs}) = inputs" if inputs else "pass")
         self.emit("inputs.clear()")
         for number, instruction in enumerate(self.program.instructions):
@@ -105,12 +109,18 @@ class _Writer:
                     self.emit(f"places.free({value}, {place!r})")
                 case Copy(value, "device", offset):
                     self.load(value, offset)
+                case Copy(value, place) if goes_home(self.graph, value, place):
+                    storage = self.graph.values[value].storage
+                    self.emit(f"places.store_home({value}, {place!r}, {self.held[value].name}, {storage})")
                 case Copy(value, place):
                     part = self.graph.values[value].storage in self.graph.lasting_storages
                     self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
-        results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
+        results = ", ".join(
+            self.read(Read(output.value, output.view)) if output.home == "device" else "None"
+            for output in self.graph.outputs
+        )
         self.emit(f"return [{results}]")
         lines, tables = roll(self.lines)
         self.names.update(tables)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -84,7 +84,26 @@ class LateStore:
         self.under_way.clear()
 
 
-LATE = dataclasses.replace(device.CPU, stores={"host": LateStore, "disk": LateStore}, staging=0)
+class LateHomes:
+    """The caller's tensors where they are, as bytes elsewhere."""
+
+    def __init__(self, _: str | os.PathLike[str] | None = None) -> None:
+        self.stores: list[LateStore] = []
+
+    def locate(self, tensors: Sequence[torch.Tensor]) -> list[tuple[LateStore, int]]:
+        self.stores = [LateStore(0) for _ in tensors]
+        for store, tensor in zip(self.stores, tensors, strict=True):
+            store.bytes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+        return list(zip(self.stores, starts, strict=True))
+
+
+LATE = dataclasses.replace(
+    device.CPU,
+    stores={"host": LateStore, "disk": LateStore},
+    homes={"host": LateHomes, "disk": LateHomes},
+    staging=0,
+)
 
 
 @contextmanager
