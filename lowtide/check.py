@@ -17,8 +17,6 @@ from lowtide.errors import ProgramError
 from lowtide.graph import GENERATOR, HANDOVER, Graph, Place
 from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
-ALIGNMENT = 64  # bytes: every offset in the arena is a multiple of it
-
 # Where and which: ("device" | "host" | "disk", value). Also on the device, while they last: ("home", storage), the
 # caller's own, which holds the bytes of the value in it; ("duplicate", value), ("temporaries", op), ("generator", op),
 # the state of the random generator that repeats an op, and ("present state", op), the one put aside meanwhile.
@@ -204,9 +202,9 @@ class _Judge:
         if offset == -1:
             return
         where, value = block
-        fits = 0 <= offset <= self.program.arena - nbytes and offset % ALIGNMENT == 0
+        fits = 0 <= offset <= self.program.arena - nbytes and offset % self.costs.alignment == 0
         if not fits or self.program.arena == 0 or where in ("host", "disk"):
-            arena = f"an arena of {self.program.arena} B in steps of {ALIGNMENT}"
+            arena = f"an arena of {self.program.arena} B in steps of {self.costs.alignment}"
             self.fail("misplaced", f"{nbytes} B of {self.name(block)} at {offset} of {arena}.")
         leaves = where == "device" and value in self.graph.required and self.graph.home[value] == "device"
         if leaves and self.graph.values[value].storage not in self.graph.lasting_storages:

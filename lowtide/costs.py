@@ -13,6 +13,7 @@ from lowtide.files.shapes import Absent, Misshapen, amount, many, record, row, t
 from lowtide.graph import Graph, Place
 
 Origin = Literal["measured", "roofline"]
+ALIGNMENT = 64  # bytes: of the CPU's arena, and where nothing else is said
 Direction = Literal["out", "in"]  # of copies, as the device sees them
 
 
@@ -41,6 +42,7 @@ class Costs:
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     lanes: tuple[Lane, ...] = ()  # what copies between the device and other places cost; one for each, at most
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
+    alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
     def stays(self, graph: Graph) -> int:
@@ -68,6 +70,7 @@ class Costs:
             "machine": self.machine,
             "lanes": [[lane.place, lane.direction, lane.latency, lane.rate, lane.takes] for lane in self.lanes],
             "code": self.code,
+            "alignment": self.alignment,
             "notes": list(self.notes),
         }
         files.save(path, "costs", payload, force=force)
@@ -162,6 +165,7 @@ COSTS = record(
         "lanes": Absent(many(LANE), ()),
         "bandwidth": Absent(many(row(_away, amount)), ()),
         "code": Absent(_number, 0),
+        "alignment": Absent(whole(1), ALIGNMENT),
         "notes": many(text),
     },
     into=_costs,

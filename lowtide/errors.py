@@ -66,6 +66,10 @@ class StepError(LowtideError):
         self.buffers = buffers
 
 
+class PlaceError(LowtideError):
+    """A place for values away from the device that can't be had, or a copy from or to it that failed."""
+
+
 class VersionError(LowtideError, ImportError):
     """A torch that lowtide can't use, found at `import lowtide`."""
 

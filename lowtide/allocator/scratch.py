@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.allocator.arena import Event
-from lowtide.check import ALIGNMENT
+from lowtide.costs import ALIGNMENT
 
 TINY = 16  # bytes, of the offsets of blocks below the alignment: numbers that an op wraps in a tensor
 NEVER = 1 << 62  # of an event that did not come

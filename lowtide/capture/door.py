@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lowtide import private, tree
+from lowtide.device import known
 from lowtide.errors import CaptureError
 
 ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together come later"
@@ -162,7 +163,7 @@ def _refuse_device(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     homes = {str(tensor.device): name for name, tensor in tensors}
     if len(homes) == 1:
         ((device, name),) = homes.items()
-        if torch.device(device).type not in ("cpu", "meta"):
+        if not known(device):
             raise CaptureError(
                 f"{name} is on {device}: lowtide runs on the CPU only for now; its plans, its meter and its arena are "
                 "of the CPU's memory.",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from lowtide import private
+from lowtide.device import CPU
 from lowtide.errors import CaptureError
 from lowtide.private import FakeTensor
 from lowtide.watch.memory import overlap, spans
@@ -22,7 +23,7 @@ def one_device(tensors: Mapping[str, torch.Tensor]) -> str:
         raise CaptureError(
             f"the step uses {len(homes)} devices: {listing}.", hint="move model and batch to one device."
         )
-    return next(iter(homes), "cpu")
+    return next(iter(homes), CPU.name)
 
 
 def refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:

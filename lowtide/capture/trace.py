@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private, tree
+from lowtide import device, private, tree
 from lowtide.capture import optimizer as optimizers
 from lowtide.capture.assume import Assumptions, refuse_generators
 from lowtide.capture.deeds import Deeds
@@ -318,7 +318,7 @@ class Trace:
                 outputs=tuple(outputs),
                 views=views,
                 device=self.device,
-                generator_bytes=int(torch.get_rng_state().nbytes),
+                generator_bytes=int(device.of(self.device).generator().get_state().nbytes),
                 notes=self.notes,
             ),
             step=self.step,

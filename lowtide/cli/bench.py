@@ -21,8 +21,8 @@ from lowtide.bench import predict as predictions
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting, show, show_json, show_text, working
 from lowtide.cli.target import build
+from lowtide.device import CPU
 from lowtide.errors import UsageError
-from lowtide.measure import machine
 from lowtide.models import SMALL, catalog
 from lowtide.report import Table, show_bytes, show_seconds
 
@@ -218,7 +218,7 @@ class Part:
 def finish(parts: Sequence[Part], as_json: bool, markdown: bool) -> None:
     """Print the rows, with what they were made on; a row that is not ok is a failure of the command."""
     command = shlex.join(["lowtide", *sys.argv[1:]])
-    made_on = {"date": date.today().isoformat(), "machine": machine(), "command": command}
+    made_on = {"date": date.today().isoformat(), "machine": CPU.model(), "command": command}
     if as_json:
         show_json({**made_on, **{part.key: part.rows for part in parts}})
     else:

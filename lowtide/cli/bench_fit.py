@@ -19,10 +19,10 @@ from lowtide.cli.bench import Markdown, Part, Row, finish
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, talk
+from lowtide.device import CPU
 from lowtide.errors import FileError, UsageError
 from lowtide.files import load, save, shaped
 from lowtide.files.shapes import fields_of, flag, many, mapping, record
-from lowtide.measure import machine
 from lowtide.models import SMALL, catalog
 from lowtide.plan import TIME_LIMIT
 from lowtide.report import Table, show_bytes, show_seconds
@@ -66,7 +66,7 @@ def fit(
     chosen = peers(_words(against))
     names = targets or [SMALL[entry.name] if small else entry.name for entry in catalog()]
     asked = {"budgets": percents, "peers": [peer.name for peer in chosen], "rounds": rounds, "duel": duel}
-    kept = _Kept(keep, {**asked, "time_limit": time_limit, "machine": machine()})
+    kept = _Kept(keep, {**asked, "time_limit": time_limit, "machine": CPU.model()})
     surveys: list[Row] = []
     console = talk()
     with _saying(console) as say:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lowtide import allocator, tree
+from lowtide import device, tree
 from lowtide.bench.peaks import storage_bytes
 from lowtide.cli.checkpoint import Checkpoint
 from lowtide.cli.talk import talk
@@ -42,8 +42,8 @@ class Eager:
     def __init__(self, built: Built) -> None:
         self.built = built
         self.peak: int | None = None  # bytes of the whole step, the largest so far
-        on_cpu = all(parameter.device.type == "cpu" for parameter in built.model.parameters())
-        self.metered = on_cpu and allocator.available()
+        on_cpu = all(parameter.device.type == device.CPU.name for parameter in built.model.parameters())
+        self.metered = on_cpu and device.CPU.missing() is None
 
     def __call__(self, *batch: Any) -> Any:
         """One training step."""
@@ -53,7 +53,7 @@ class Eager:
         gradients = [parameter.grad for parameter in model.parameters()]
         before = storage_bytes([*what_stays(self.built, batch), *gradients])
         del gradients
-        with allocator.meter() as meter:
+        with device.CPU.meter() as meter:
             result = step(model, optimizer, *batch)
         self.peak = max(self.peak or 0, before + meter.peak)
         return result

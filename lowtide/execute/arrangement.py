@@ -7,10 +7,10 @@ from array import array
 from contextlib import ExitStack
 from functools import cache
 
-from lowtide import allocator
 from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import POOL, ArenaError, Stepping, stepping
+from lowtide.allocator.arena import ArenaError, Stepping
 from lowtide.budget import allowance
+from lowtide.device import Device
 from lowtide.errors import LowtideWarning
 from lowtide.execute.lessons import Lessons
 
@@ -18,13 +18,13 @@ from lowtide.execute.lessons import Lessons
 class Arrangement:
     """Arranges the steps of one program; a step without a tape allocates as eager does, and learns."""
 
-    def __init__(self, device: str, arena: int, lessons: Lessons) -> None:
+    def __init__(self, device: Device, arena: int, lessons: Lessons) -> None:
         self.beside: int | None = None  # bytes that must be there beside the arena, or a step raises an ArenaError and
         # has run nothing; None: it makes do with what there is
-        self._device, self._arena, self._lessons = device, arena, lessons
+        self.device, self._arena, self._lessons = device, arena, lessons
         if self.nbytes:
-            POOL.expect(self, self.nbytes)
-        elif arena and device == "cpu" and (error := _missing()) is not None:
+            device.arenas.expect(self, self.nbytes)
+        elif arena and (error := device.missing()) is not None:
             _without_arena(error.message, error.hint)
 
     @property
@@ -39,7 +39,7 @@ class Arrangement:
         lessons, arena = self._lessons, None
         if lessons.tape is not None and self._arena:
             try:
-                arena = stack.enter_context(POOL.borrow(self._arena))
+                arena = stack.enter_context(self.device.arenas.borrow(self._arena))
             except ArenaError as error:
                 if self.beside is not None:
                     raise
@@ -47,10 +47,10 @@ class Arrangement:
                 _without_arena(error.message, error.hint, metered=True)
                 lessons.tape = None
         if lessons.tape is None:
-            POOL.empty()  # a step that learns needs the memory
+            self.device.arenas.empty()  # a step that learns needs the memory
             if self.beside is not None:
                 self._look_for_room(self.beside)
-        context = stepping(cursor, lessons.tape, arena)
+        context = self.device.stepping(cursor, lessons.tape, arena)
         stack.callback(context.end)  # an interruption may come before the next line is done
         try:
             stack.enter_context(context)
@@ -60,7 +60,7 @@ class Arrangement:
         return context
 
     def _possible(self) -> bool:
-        return self._device == "cpu" and _missing() is None
+        return self.device.missing() is None
 
     def _look_for_room(self, beside: int) -> None:
         """Raise an ArenaError where the limits of this process leave too little for the step."""
@@ -72,16 +72,6 @@ class Arrangement:
                 hint="give a smaller budget, or a larger limit.",
                 short=adds + beside - left,
             )
-
-
-@cache
-def _missing() -> AllocatorUnavailable | None:
-    """Why steps can't run in an arena here, if they can't."""
-    try:
-        allocator.build.load()
-    except AllocatorUnavailable as error:
-        return error
-    return None
 
 
 @cache

@@ -7,23 +7,21 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from lowtide.allocator.arena import Stepping
 from lowtide.execute.arrangement import Arrangement
+from lowtide.execute.away import Away
 from lowtide.execute.binding import Binding
 from lowtide.execute.failure import failed, let_go
 from lowtide.execute.lessons import Lessons
-from lowtide.execute.places import Places
 from lowtide.program import Program
 
 
 class Call:
     """One call. Whoever makes it closes it, or hands it the error that ended it."""
 
-    def __init__(self, binding: Binding, program: Program, arrangement: Arrangement) -> None:
+    def __init__(self, binding: Binding, program: Program, arrangement: Arrangement, away: Away) -> None:
         self._graph, self._program = binding.captured.graph, program
-        self._binding, self._arrangement = binding, arrangement
+        self._binding, self._arrangement, self._away = binding, arrangement, away
         self._stack = ExitStack()
         self._cursor = array("q", [len(program.instructions)])  # the instruction that runs; so far, none
         self._state: bytes | None = None  # of the generator before the step
@@ -32,11 +30,10 @@ class Call:
     def begin(self, function: Callable[..., Any], inputs: list[Any]) -> Any:
         """Call the program's function; what it makes goes where it is arranged."""
         self._stepping = self._arrangement.begin(self._stack, self._cursor)
-        generator = torch.default_generator
+        generator = self._arrangement.device.generator()
         if self._graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
-        stored = Places(self._graph.device)
-        self._stack.callback(stored.close)
+        stored = self._away.begin(self._stack, inputs)
         self._binding.take_gradients()
         return function(inputs, generator, stored, self._cursor)
 

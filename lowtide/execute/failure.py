@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from lowtide.errors import LowtideError, StepError
+from lowtide import device
+from lowtide.errors import LowtideError, PlaceError, StepError
+from lowtide.execute.slots import goes_home
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
-from lowtide.program import Program, Run
+from lowtide.program import Copy, Program, Run
 
 NAMED = 3  # buffers of which an error says the name
 
@@ -28,15 +30,17 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
     if reached < 0 and isinstance(error, LowtideError):
         return  # it has its own words, and nothing was changed
     interrupted = not isinstance(error, Exception)
-    written = _written(graph, program, reached, interrupted=interrupted)
+    between = interrupted or isinstance(error, PlaceError)  # two instructions: the op that it came to is done
+    written = _written(graph, program, reached, between=between)
     parameters, buffers, gradients = (
         tuple(dict.fromkeys(name for kind, name in written if kind in kinds))
         for kinds in (("parameter", "state"), ("buffer",), ("gradient",))
     )
     if state is not None and not parameters:
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        generator = device.of(graph.device).generator()
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     what, hint = _damage(graph, parameters, buffers, gradients)
-    message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached)}"
+    message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached, error)}"
     if interrupted:
         error.add_note(f"{message}. {what}: {hint}")
         return
@@ -81,26 +85,30 @@ def let_go(error: BaseException) -> None:
         trace = trace.tb_next
 
 
-def _written(graph: Graph, program: Program, reached: int, *, interrupted: bool) -> list[tuple[str, str]]:
+def _written(graph: Graph, program: Program, reached: int, *, between: bool) -> list[tuple[str, str]]:
     """The kind and name of each input that the step wrote to or, of a gradient, used up.
 
-    The op that it came to counts if it was interrupted, which happens after ops, or if it writes to several inputs: it
-    may have failed between two of them.
+    The op that it came to counts if the step ended between two instructions, as by an interruption, or if it writes to
+    several inputs: it may have failed between two of them.
     """
     inputs = {item.value: item for item in graph.inputs}
     owner = {graph.values[value].storage: item for value, item in inputs.items()}
     found = []
     for number, instruction in enumerate(program.instructions[: max(0, reached + 1)]):
+        if isinstance(instruction, Copy) and goes_home(graph, instruction.value, instruction.to):
+            found.append(owner[graph.values[instruction.value].storage])
         if isinstance(instruction, Run) and not instruction.again:
-            effects = graph.effects[instruction.op]
-            if number < reached or interrupted or len(effects) > 1:
+            effects = [pair for pair in graph.effects[instruction.op] if graph.home[pair[0]] == "device"]
+            if number < reached or between or len(effects) > 1:
                 found += [owner[graph.values[old].storage] for _, old in effects]
     if reached >= 0:  # gradients that the step uses up belong to it from its start
         found += [item for item in inputs.values() if not item.stays]
     return list(dict.fromkeys((graph.values[item.value].kind, str(item.path[0])) for item in found))
 
 
-def _place(graph: Graph, program: Program, reached: int) -> str:
+def _place(graph: Graph, program: Program, reached: int, error: BaseException) -> str:
+    if isinstance(error, PlaceError):
+        return "while values were copied"
     instruction = program.instructions[reached] if 0 <= reached < len(program.instructions) else None
     if not isinstance(instruction, Run):
         return "before its first op" if reached < 0 else "while a value was copied"

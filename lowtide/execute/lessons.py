@@ -15,7 +15,7 @@ LESSONS = 3  # steps at most that learn: the first one may allocate for good, as
 class Lessons:
     """Learns from each step of one program."""
 
-    def __init__(self, graph: Graph, program: Program, nbytes: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, program: Program, nbytes: Sequence[int], staging: int = 0) -> None:
         self.tape: Tape | None = None  # of what a step allocates and where it goes; None: the next step learns it
         self.left = LESSONS
         self.peak: int | None = None  # bytes of the whole step, metered: the most of all steps
@@ -23,7 +23,8 @@ class Lessons:
         self.mismatches = 0  # allocations of all steps that did not follow the plan
         self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._graph, self._program, self._nbytes = graph, program, nbytes
-        self._before = sum(nbytes[item.value] for item in graph.inputs)  # bytes, as the plan counts them
+        here = [item.value for item in graph.inputs if item.home == "device"]
+        self._before = staging + sum(nbytes[value] for value in here)  # bytes, as the plan counts them
 
     def forget(self) -> None:
         """Let the next steps learn as the first ones did."""

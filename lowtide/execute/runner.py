@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from lowtide import device as devices
 from lowtide import private
 from lowtide.captured import Captured
+from lowtide.device import Device
 from lowtide.execute.arrangement import Arrangement
+from lowtide.execute.away import Away
 from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
 from lowtide.execute.call import Call
@@ -23,15 +27,25 @@ class Runner:
     the others run in the arena. Without our allocator all of them are like the first.
     """
 
-    def __init__(self, captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        nbytes: Sequence[int] | None = None,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        device: Device | None = None,
+    ) -> None:
         graph = captured.graph
         self.captured = captured
         self.program = program
-        self.function, self.source = generate(graph, program)
+        self.device = device or devices.of(graph.device)
+        self.function, self.source = generate(graph, program, self.device)
         self.binding = Binding(captured)  # between the caller's objects and the function
         counted = nbytes if nbytes is not None else [value.nbytes for value in graph.values]
-        self.lessons = Lessons(graph, program, counted)  # what its steps taught
-        self.arrangement = Arrangement(graph.device, program.arena, self.lessons)  # where its steps allocate
+        self.away = Away(graph, program, counted, self.device, folder)  # what its steps have in other places
+        self.lessons = Lessons(graph, program, counted, self.away.staging)  # what its steps taught
+        self.arrangement = Arrangement(self.device, program.arena, self.lessons)  # where its steps allocate
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
@@ -55,7 +69,12 @@ class Runner:
 
     def call(self) -> Call:
         """One call of the program, for whoever takes it in steps of its own."""
-        return Call(self.binding, self.program, self.arrangement)
+        return Call(self.binding, self.program, self.arrangement, self.away)
+
+    @property
+    def staging(self) -> int:
+        """The bytes of the device's memory that copies to other places and back go through; 0 without copies."""
+        return self.away.staging
 
     @property
     def arena_bytes(self) -> int:
@@ -73,9 +92,17 @@ class Runner:
         return self.lessons.mismatches
 
 
-def execute(captured: Captured, program: Program, nbytes: Sequence[int] | None = None) -> Runner:
+def execute(
+    captured: Captured,
+    program: Program,
+    nbytes: Sequence[int] | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+) -> Runner:
     """Make a callable of a captured step and a program for its graph.
 
-    `nbytes` is for each value what the plan counted with, where that is not what the graph declares.
+    `nbytes` is for each value what the plan counted with, where that is not what the graph declares; `folder` is where
+    the file is made for what the program copies to the disk; `device` stands in for the one that the graph names.
     """
-    return Runner(captured, program, nbytes)
+    return Runner(captured, program, nbytes, folder=folder, device=device)

@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide import kernels
+from lowtide.device import Device
 from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
+from lowtide.execute.slots import goes_home
 from lowtide.graph import Arg, Constant, Graph, Op, Read
 from lowtide.private import bare_kernel
 from lowtide.program import Copy, Free, Program, Run, Wait, exists
@@ -24,20 +26,20 @@ from lowtide.program import Copy, Free, Program, Run, Wait, exists
 FILE = "<lowtide program>"  # as which tracebacks name it
 
 
-def generate(graph: Graph, program: Program) -> tuple[Callable[..., Any], str]:
-    """The function that runs the program on a list of inputs, and its source."""
+def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[..., Any], str]:
+    """The function that runs the program on a list of inputs, with the device's own kernels, and its source."""
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
     if graph.fault is not None:
         raise ProgramError("unsound", f"the graph can't be run: {graph.fault}.")
-    for item in graph.ends:
-        if item.home != "device":
-            what = f"%{item.value} {graph.values[item.value].name} lives on the {item.home}"
-            raise ProgramError("away from home", f"{what}; only what lives on the device can be given and returned.")
+    for output in graph.outputs:
+        if output.home != "device" and output.role != "input":
+            what = f"%{output.value} {graph.values[output.value].name} is to be on the {output.home}"
+            raise ProgramError("away from home", f"{what}; only what becomes of an input can be left there.")
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
-    writer = _Writer(graph, program)
+    writer = _Writer(graph, program, device)
     source = writer.write()
     namespace = dict(writer.names)
     exec(compile(source, FILE, "exec"), namespace)
@@ -65,8 +67,9 @@ class _Home:
 class _Writer:
     """Writes the source of one program."""
 
-    def __init__(self, graph: Graph, program: Program) -> None:
+    def __init__(self, graph: Graph, program: Program, device: Device) -> None:
         self.graph = graph
+        self.device = device
         self.program = program
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}  # global name -> kernel or constant
@@ -81,6 +84,8 @@ class _Writer:
 
     def write(self) -> str:
         for item in self.graph.inputs:
+            if item.home != "device":
+                continue  # its place has it
             self.held[item.value] = _Tensor(self.fresh())
             storage = self.graph.values[item.value].storage
             self.homes[storage] = _Home(self.held[item.value].name, item.value, item.stays)
@@ -88,7 +93,8 @@ class _Writer:
             match instruction:
                 case Copy(value, "device", -1) if self.graph.values[value].storage in self.homes:
                     self.homes[self.graph.values[value].storage].comes = number
-        inputs = "".join(f"{self.held[item.value].name}, " for item in self.graph.inputs)
+        names = [self.held[item.value].name if item.home == "device" else "_" for item in self.graph.inputs]
+        inputs = "".join(f"{name}, " for name in names)
         self.emit(f"({inputs}) = inputs" if inputs else "pass")
         self.emit("inputs.clear()")
         for number, instruction in enumerate(self.program.instructions):
@@ -103,12 +109,18 @@ class _Writer:
                     self.emit(f"places.free({value}, {place!r})")
                 case Copy(value, "device", offset):
                     self.load(value, offset)
+                case Copy(value, place) if goes_home(self.graph, value, place):
+                    storage = self.graph.values[value].storage
+                    self.emit(f"places.store_home({value}, {place!r}, {self.held[value].name}, {storage})")
                 case Copy(value, place):
                     part = self.graph.values[value].storage in self.graph.lasting_storages
-                    self.emit(f"places.store({value}, {place!r}, {self.held[value].name}, part={part})")
+                    self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
-        results = ", ".join(self.read(Read(output.value, output.view)) for output in self.graph.outputs)
+        results = ", ".join(
+            self.read(Read(output.value, output.view)) if output.home == "device" else "None"
+            for output in self.graph.outputs
+        )
         self.emit(f"return [{results}]")
         lines, tables = roll(self.lines)
         self.names.update(tables)
@@ -125,7 +137,7 @@ class _Writer:
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target))
+        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target, self.device.own_kernel))
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
@@ -265,7 +277,7 @@ class _Writer:
         """Make one view from its parent's variable."""
         item = self.graph.views[view]
         args = ", ".join([parent, *(self.argument(arg, {}, set()) for arg in item.args)])
-        call = f"{self.constant(kernels.kernel(item.target))}({args})"
+        call = f"{self.constant(kernels.kernel(item.target, self.device.own_kernel))}({args})"
         if item.item is not None:
             whole = (item.parent, item.target, item.args)
             if whole not in tensor.views:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from lowtide import device as devices
 from lowtide import report
-from lowtide.budget import free_memory, read_budget
+from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
@@ -134,8 +133,7 @@ class Maker:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
         if self._request.budget is not None:
             return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
-        free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
-        return stays + int(FREE * free)
+        return stays + int(FREE * devices.of(device).free_bytes())
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":

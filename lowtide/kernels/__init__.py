@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -51,14 +51,14 @@ def overload(target: str) -> Any:
     return found
 
 
-def kernel(target: str) -> Any:
-    """What the generated code calls for a target: torch's kernel, or one of ours that gives the same bits sooner."""
+def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicker) -> Any:
+    """What the generated code calls for a target: torch's kernel, or our own that gives the same bits sooner."""
     namespace, _, name = target.partition(".")
     if namespace == "operator":
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(operator, name)
-    return quicker(target) or bare_kernel(overload(target))
+    return own(target) or bare_kernel(overload(target))
 
 
 def returns_one(target: str) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -16,9 +15,10 @@ from typing import Any
 
 import torch
 
-from lowtide import allocator, files, kernels
+from lowtide import device, files, kernels
 from lowtide.allocator import scratch
 from lowtide.costs import Costs
+from lowtide.device import Device
 from lowtide.graph import Graph
 from lowtide.kernels import own
 from lowtide.measure.book import Book
@@ -42,8 +42,9 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
         key = files.digest(cut)
         specimens[key] = cut
         keys.append(key)
-    metered = allocator.available()
-    book = Book([machine(), graph.device, _device_name(graph.device), metered, *_how()]) if cache else None
+    where = device.of(graph.device)
+    metered = where.missing() is None
+    book = Book([where.model(), graph.device, metered, *_how()]) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
     missing = [key for key in specimens if key not in answers]
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
@@ -52,31 +53,14 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
             progress(done + 1, len(missing))
     if book is not None and missing:
         book.add({key: answers[key] for key in missing if "error" not in answers[key]})
-    costs = _costs(graph, keys, answers)
+    costs = _costs(graph, where, keys, answers)
     if metered:
         return costs
     note = "temporaries inside ops are not in these costs: lowtide's meter could not be built here."
     return dataclasses.replace(costs, notes=(note, *costs.notes))
 
 
-def machine() -> str:
-    """What the seconds depend on: the processor, the threads, and torch."""
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass
-    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def _device_name(device: str) -> str:
-    """Which of its kind the device is: two accelerators of one machine may differ."""
-    kind = torch.device(device)
-    return "" if kind.type in ("cpu", "meta") else str(torch.get_device_module(kind).get_device_name(kind))
-
-
-def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
+def _costs(graph: Graph, where: Device, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
     """Put the answers where their ops and values are."""
     estimate = roofline(graph)
     seconds, nbytes = list(estimate.seconds), list(estimate.nbytes)
@@ -111,7 +95,8 @@ def _costs(graph: Graph, keys: list[str | None], answers: dict[str, dict[str, An
         nbytes=tuple(nbytes),
         in_place=tuple(in_place),
         origin="measured",
-        machine=machine(),
+        machine=where.model(),
+        alignment=where.alignment,
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
     )

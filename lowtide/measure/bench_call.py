@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
-from lowtide.allocator.arena import Arena, Tape, stepping
+from lowtide import device, kernels
+from lowtide.allocator.arena import Arena, Tape
 from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height, most
-from lowtide.check import ALIGNMENT
+from lowtide.device import Device
 from lowtide.graph import Arg, Constant, Read
 from lowtide.graph.decode import decode_arg
 from lowtide.private import storage_key
@@ -30,8 +29,9 @@ class Call:
 
     def __init__(self, specimen: dict[str, Any]) -> None:
         self.specimen = specimen
-        self.device = torch.device(specimen["device"])
-        self.function = kernels.kernel(specimen["target"])
+        self.place = torch.device(specimen["device"])
+        self.device = device.of(specimen["device"])
+        self.function = kernels.kernel(specimen["target"], self.device.own_kernel)
         self.single = kernels.returns_one(specimen["target"])
         self.tensors = [self._make(item) for item in specimen["tensors"]]
         self.bind()
@@ -56,7 +56,7 @@ class Call:
             before = Call(item["from"])
             return before.results(before.run())[item["output"]]
         dtype, shape, stride, _ = item
-        tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=self.device)
+        tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=self.place)
         if tensor.dtype == torch.bool:
             return tensor.bernoulli_()  # a mask that is all alike would make branches look cheap
         # Integers are taken as indices, of which only 0 is always right; numbers between 0 and 1 suit every float op.
@@ -86,13 +86,13 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     code = _code()
     call.run()  # the first call may allocate for good, or choose a kernel, or compile one
     code = max(0, _code() - code)
-    room, returned = _room(call.run) if metered else (None, call.run())
+    room, returned = _room(call.device, call.run) if metered else (None, call.run())
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
     pairs = _sits_on(call, room.extra) if room is not None and not specimen["written"] else []
     extra, inside = (room.extra, room.inside) if room is not None else (0, 0)
     return {
-        "seconds": _seconds(call.run, room),
+        "seconds": _seconds(call.device, call.run, room),
         "extra": extra,
         "inside": inside,
         "outputs": fresh,
@@ -122,15 +122,15 @@ class Room:
     offset: list[int]
 
 
-def _room(function: Callable[[], Any]) -> tuple[Room, Any]:
+def _room(where: Device, function: Callable[[], Any]) -> tuple[Room, Any]:
     """The room that a call needs, and what it returns."""
-    with stepping(array("q", [0])) as step:
+    with where.stepping(array("q", [0]), None, None) as step:
         returned = function()
     blocks = blocks_of(step.events)
     results = [block for block in blocks if block.freed == NEVER]
     places = arrange([block for block in blocks if block.freed != NEVER], results)
-    ends = list(accumulate((aligned(block.nbytes, ALIGNMENT) for block in results), initial=height(places)))
-    starts = [aligned(start, ALIGNMENT) for start in ends]
+    ends = list(accumulate((aligned(block.nbytes, where.alignment) for block in results), initial=height(places)))
+    starts = [aligned(start, where.alignment) for start in ends]
     at = {block.made: start for block, start in zip(results, starts, strict=False)}
     at |= {place.block.made: place.offset + (at[place.under.made] if place.under else 0) for place in places}
     offset = [at[block.made] for block in blocks]
@@ -146,7 +146,7 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else item.untyped_storage().nbytes()
 
 
-def _seconds(function: Callable[[], Any], room: Room | None) -> float:
+def _seconds(where: Device, function: Callable[[], Any], room: Room | None) -> float:
     """The least time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
     cursor = array("q", [0])
     with ExitStack() as stack:
@@ -154,14 +154,16 @@ def _seconds(function: Callable[[], Any], room: Room | None) -> float:
             tape = Tape([0, len(room.nbytes), 2 * len(room.nbytes)], 2 * room.nbytes, 2 * room.offset)
             arena = Arena(room.arena)
             stack.callback(arena.close)
-            stack.enter_context(stepping(cursor, tape, arena))
+            stack.enter_context(where.stepping(cursor, tape, arena))
             function()  # touches the pages
         best, spent, runs = float("inf"), 0.0, 0
         while runs < LEAST or (spent < BUDGET and runs < MOST):
             cursor[0] = 1 - cursor[0]  # another instruction, with the same places
-            start = time.perf_counter()
+            where.synchronise()
+            start = where.clock()
             function()
-            took = time.perf_counter() - start
+            where.synchronise()
+            took = where.clock() - start
             best, spent, runs = min(best, took), spent + took, runs + 1
     return best
 
@@ -198,7 +200,7 @@ def _fits(call: Call, place: int, extra: int) -> bool:
     onto = call.tensors[place].as_strided(shape, stride)
     kwargs = call.kwargs if out is None else {**call.kwargs, out: onto}
     try:
-        room, _ = _room(lambda: overload(*call.args, **kwargs))
+        room, _ = _room(call.device, lambda: overload(*call.args, **kwargs))
         return room.extra <= extra and torch.equal(_bits(expected), _bits(onto))
     except RuntimeError:  # torch refuses the overlap
         return False

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lowtide import kernels
+from lowtide import device, kernels
 from lowtide.costs import Costs, lanes
 from lowtide.graph import Graph, Read
 from lowtide.kernels.shapes import Shapes
@@ -49,6 +49,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
         origin="roofline",
         machine=f"{flops:.3g} operations and {bandwidth:.3g} bytes a second",
         lanes=lanes((("host", bandwidth), ("disk", bandwidth / 10))),
+        alignment=device.of(graph.device).alignment,
     )
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lowtide import native
-from lowtide.check import ALIGNMENT
-from lowtide.costs import Costs
+from lowtide.costs import ALIGNMENT, Costs
 from lowtide.graph import Graph
 from lowtide.lifetimes import BEFORE, OUTSIDE, Block, Lifetimes, lifetimes
 from lowtide.plan.compiled import answered, compiled
@@ -65,13 +64,14 @@ def layout(
         return program
     found = lifetimes(graph, program, costs.nbytes, costs.extra)
     at = [OUTSIDE if _leaves(graph, block) else 0 for block in found.blocks]
-    simulation = simulate(graph, costs, _placed(program, found, at))
+    simulation = simulate(graph, costs, _placed(program, found, at, costs.alignment))
     goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
-    moved, most = _move_out(graph, _inside(found, at), simulation.start, np.array(simulation.outside, np.int64), goal)
+    outside = np.array(simulation.outside, np.int64)
+    moved, most = _move_out(graph, _inside(found, at), costs.alignment, simulation.start, outside, goal)
     for number in moved:
         at[number] = OUTSIDE
     inside = _inside(found, at)
-    buffers = _buffers(inside.values())
+    buffers = _buffers(inside.values(), costs.alignment)
     offsets = pack(buffers, enough=goal - most if limit is not None else 0, steps=steps, until=until, seed=seed)
     for number, offset in zip(inside, offsets, strict=True):
         at[number] = int(offset)
@@ -109,7 +109,7 @@ def _inside(found: Lifetimes, at: list[int]) -> Inside:
     return {number: block for number, block in enumerate(found.blocks) if at[number] != OUTSIDE}
 
 
-def _placed(program: Program, found: Lifetimes, offsets: list[int], arena: int = ALIGNMENT) -> Program:
+def _placed(program: Program, found: Lifetimes, offsets: list[int], arena: int) -> Program:
     """The program with its blocks at these offsets."""
     rows: list[Instruction] = []
     for instruction, row in zip(program.instructions, found.made, strict=True):
@@ -124,19 +124,20 @@ def _placed(program: Program, found: Lifetimes, offsets: list[int], arena: int =
     return Program(program.graph, tuple(rows), arena)
 
 
-def _buffers(blocks: Iterable[Block]) -> Buffers:
-    """What the blocks take of the arena."""
-    rows = [(block.first, block.last, -(-block.nbytes // ALIGNMENT) * ALIGNMENT) for block in blocks]
-    return Buffers(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+def _buffers(blocks: Iterable[Block], step: int) -> Buffers:
+    """What the blocks take of an arena whose offsets are multiples of `step` bytes."""
+    rows = [(block.first, block.last, -(-block.nbytes // step) * step) for block in blocks]
+    first, last, nbytes = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+    return Buffers(first, last, nbytes, step)
 
 
-def _move_out(graph: Graph, inside: Inside, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
+def _move_out(graph: Graph, inside: Inside, step: int, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
     """The blocks to move out of the arena where all is more than `goal` bytes, and the most that is outside then.
 
     Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
     gradient, would have its bytes to itself from the start, when activations could use them until it is made.
     """
-    buffers = _buffers(inside.values())
+    buffers = _buffers(inside.values(), step)
     level = _level(buffers.first, buffers.last, buffers.nbytes, len(outside))
     most = max(start, int(outside.max(initial=0)))
     live = max(start, int((level + outside).max(initial=0)))
@@ -188,6 +189,7 @@ class Buffers:
     first: Ints
     last: Ints
     nbytes: Ints
+    alignment: int = ALIGNMENT  # bytes
 
     @property
     def live(self) -> int:
@@ -206,7 +208,7 @@ class Buffers:
         ends = np.zeros(len(starts) + 1, np.int64)
         ends[last] = 1  # a moment without an end after it holds no more than the next one
         moment = np.concatenate(([0], np.cumsum(ends[1:])))
-        return Buffers(moment[first], moment[last], self.nbytes[chosen])
+        return Buffers(moment[first], moment[last], self.nbytes[chosen], self.alignment)
 
 
 def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
@@ -220,6 +222,7 @@ def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
 def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float = math.inf, seed: int = 0) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
     low = live = buffers.live
+    step = buffers.alignment
     by_size = np.lexsort((buffers.first, -buffers.nbytes))
     best = first_fit(buffers, by_size)
     ways = list(_ways(buffers, by_size, live))
@@ -228,14 +231,14 @@ def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float 
         top = buffers.top(best)
         if top <= max(low, enough if attempt else min(enough, int(CLOSE * live))):
             break
-        height = (low + top) // 2 // ALIGNMENT * ALIGNMENT if attempt else live
+        height = (low + top) // 2 // step * step if attempt else live
         if attempt and low < enough < top:
-            height = enough // ALIGNMENT * ALIGNMENT
+            height = enough // step * step
         found = _below(buffers, height, ways, steps, until, chance)
         if found is not None and buffers.top(found) < top:
             best = found
         if found is None or buffers.top(found) > height:
-            low = height + ALIGNMENT
+            low = height + step
     return best
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from twins import same
 
 import lowtide
-from lowtide import allocator, models
+from lowtide import allocator, device, models
 from lowtide.allocator.arena import POOL, ArenaError
 from lowtide.bench import limited, resident
 from lowtide.capture import optimizer as optimizers
@@ -165,7 +165,8 @@ def test_a_plan_is_for_its_own_shape_and_its_budget_for_all() -> None:
 
 def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     step, model, optimizer, example = probed()
-    monkeypatch.setattr(making, "free_memory", lambda: 40_000)
+    tight = replace(device.CPU, free_bytes=lambda: 40_000)
+    monkeypatch.setitem(device.DEVICES, "cpu", tight)
     train = lowtide.fit(step, model, optimizer, example=example, time_limit=0.2, costs="roofline")
     stays = train.costs.stays(train.captured.graph)
     assert train.plan.budget == stays + 36_000

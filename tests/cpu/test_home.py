@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from graphs import lay_out
+from late import LATE
 from repeats import inputs_away_and_back, updated_elsewhere
 from twins import assert_exact
 
 import lowtide
 from lowtide import models
 from lowtide.costs import declared
+from lowtide.device import CPU
 from lowtide.execute.places import Places
+from lowtide.execute.slots import Slots
 from lowtide.graph import Place
 from lowtide.program import Copy, Free, Program, Run
 
@@ -30,7 +33,8 @@ def test_inputs_that_went_away_before_their_update_train(name: str, place: Place
         lowtide.check(graph, declared(graph), made)
         return made
 
-    assert_exact(lambda: models.build(models.SMALL[name]), steps=2, program=program)
+    device = LATE if place == "host" else None
+    assert_exact(lambda: models.build(models.SMALL[name]), steps=2, program=program, device=device)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +45,7 @@ def test_updates_that_ran_in_the_arena_come_home(name: str) -> None:
         assert sum(isinstance(row, Copy) and row.at >= 0 for row in made.instructions) > 5
         return made
 
-    assert_exact(lambda: models.build(models.SMALL[name]), steps=2, program=program)
+    assert_exact(lambda: models.build(models.SMALL[name]), steps=2, program=program, device=LATE)
 
 
 def accumulating() -> tuple[Any, torch.nn.Module, Any, tuple[Any, ...]]:
@@ -76,7 +80,7 @@ def test_gradients_that_stay_are_added_to_in_the_callers_tensors() -> None:
             assert any(graph.values[old].kind == "gradient" for pairs in graph.effects for _, old in pairs)
             return made
 
-        assert_exact(recipe, steps=3, program=program)
+        assert_exact(recipe, steps=3, program=program, device=LATE)
         assert all(parameter.grad is gradient for parameter, gradient in kept)
 
 
@@ -97,7 +101,7 @@ def test_the_batch_may_be_a_part_of_something_larger() -> None:
     def program(graph: lowtide.Graph) -> lowtide.Program:
         return inputs_away_and_back(graph, "host")
 
-    assert_exact(recipe, steps=2, program=program, between=between)
+    assert_exact(recipe, steps=2, program=program, between=between, device=LATE)
     assert torch.equal(data, other)
 
 
@@ -116,7 +120,7 @@ def test_only_the_elements_of_a_batch_are_written() -> None:
     step, model, _, example = shifted()
     captured = lowtide.capture(step, model, None, example)
     program = lay_out(random.Random(0), captured.graph, declared(captured.graph), updated_elsewhere(captured.graph))
-    run = lowtide.execute(captured, program)
+    run = lowtide.execute(captured, program, device=LATE)
     data = torch.zeros(4, 12)
     run(data[1:, 1:9:2])
     assert data.sum() == 12
@@ -126,15 +130,21 @@ def test_only_the_elements_of_a_batch_are_written() -> None:
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_a_tensor_comes_back_with_all_of_its_storage(place: Place) -> None:
     """A value is the content of a whole storage; views may see what its first tensor does not."""
-    places = Places("cpu")
-    places.store(3, place, torch.arange(10)[2:5], part=False)
+    room = {place: Slots(8192, {7: 0, 8: 4096}, {7: 4096, 8: 4096})}
+    places = Places(LATE if place == "host" else CPU, room)
+    places.store(7, 3, place, torch.arange(10)[2:5], part=False)
+    places.wait(3, place)
     found = places.load(3)
+    places.wait(3, "device")
     assert found.tolist() == [2, 3, 4]
     assert found.as_strided((10,), (1,), 0).tolist() == list(range(10))
-    places.store(4, place, torch.arange(10)[2:9:3].expand(2, 3), part=True)
+    places.store(8, 4, place, torch.arange(10)[2:9:3].expand(2, 3), part=True)
+    places.wait(4, place)
     found = places.load(4)
+    places.wait(4, "device")
     assert found.tolist() == [[2, 5, 8], [2, 5, 8]]
     assert (found.stride(), found.untyped_storage().nbytes()) == ((0, 3), 7 * 8)
+    places.end()
     places.close()
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import lowtide
 from lowtide import models
 from lowtide.bench.predict import predict
+from lowtide.device import CPU
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
 from lowtide.measure.book import Book
@@ -131,7 +132,7 @@ def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
         result = torch.empty(1024, dtype=torch.uint8)  # where the first one was
         return result.fill_(second.numel() % 7)
 
-    room, returned = bench_call._room(call)
+    room, returned = bench_call._room(CPU, call)
     assert (room.extra, room.inside, returned.nbytes) == (500, 1524 - 1024, 1024)
     assert room.nbytes == [1000, 500, 1024]
     assert room.offset == [512, 0, 512]
@@ -144,7 +145,7 @@ def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
         larger = torch.empty(700, dtype=torch.uint8)
         del small, larger
 
-    room, _ = bench_call._room(fragments)
+    room, _ = bench_call._room(CPU, fragments)
     assert (room.extra, room.inside) == (704 + 64, 764), "here and there in the heap, but in one piece of the arena"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lowtide import kernels
+from lowtide.device import CPU
 from lowtide.errors import ProgramError
 from lowtide.execute.source import generate
 from lowtide.graph import Arg, Graph, Input, Op, Output, Read, Value, View
@@ -27,7 +28,7 @@ def call(target: str, *args: Arg, views: tuple[View, ...] = (), view: int | None
 
 def run(graph: Graph, *inputs: torch.Tensor, instructions: tuple[Instruction, ...] = (Run(0),)) -> Any:
     """What the generated code returns."""
-    function, _ = generate(graph, Program(graph.fingerprint, instructions))
+    function, _ = generate(graph, Program(graph.fingerprint, instructions), CPU)
     return function(list(inputs), torch.default_generator, None, array("q", [0]))
 
 

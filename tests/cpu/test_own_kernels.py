@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowtide
-from lowtide import kernels, models, native
+from lowtide import device, kernels, models, native
 from lowtide.kernels import own
 
 BERNOULLI = "aten.bernoulli_.float"
@@ -290,7 +291,8 @@ def test_a_step_uses_them_and_is_eagers(name: str, monkeypatch: pytest.MonkeyPat
         used.append(args[0].numel())
         return found(*args)
 
-    monkeypatch.setattr(kernels, "quicker", lambda asked: counted if asked == target else own.quicker(asked))
+    cpu = replace(device.CPU, own_kernel=lambda asked: counted if asked == target else own.quicker(asked))
+    monkeypatch.setitem(device.DEVICES, "cpu", cpu)
     (step, model, optimizer, example), (_, model_2, optimizer_2, _) = models.build(name), models.build(name)
     train = lowtide.fit(step, model, optimizer, example=example, budget="70%", time_limit=0.5)
     for seed in range(3):

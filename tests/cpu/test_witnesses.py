@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import lay_out, make_program
+from late import LATE, poisoned
 from machine import Machine, Step
 from mutations import mutate
 from torch import nn
@@ -19,9 +21,12 @@ from twins import assert_same, everything, same
 import lowtide
 from lowtide import tree
 from lowtide.check import check
+from lowtide.device import CPU, Device
+from lowtide.device.disk import Disk
 from lowtide.errors import ProgramError
 from lowtide.program import Copy, Program, Run
 
+FILES = dataclasses.replace(CPU, stores={"host": Disk, "disk": Disk})  # two files
 Recipe = tuple[Any, nn.Module, Any, tuple[Any, ...]]
 
 
@@ -115,10 +120,11 @@ class Twins:
                 item.detach().copy_(self.start[key])
         torch.manual_seed(7)
 
-    def run(self, program: Program, nbytes: tuple[int, ...]) -> None:
+    def run(self, program: Program, nbytes: tuple[int, ...], device: Device) -> None:
         """Take the steps by a program, and compare all that they leave."""
         self.reset()
-        train = lowtide.execute(self.captured, program, nbytes)
+        with poisoned():
+            train = lowtide.execute(self.captured, program, nbytes, device=device)
         for results, state, generator in self.expected:
             found = tree.flatten(train(*self.batch))[0]
             assert all(same(a, b) for a, b in zip(results, found, strict=True))
@@ -147,7 +153,8 @@ def test_the_executor_runs_what_the_judge_accepts(recipe: Callable[[], Recipe]) 
             used["copies"] += sum(isinstance(row, Copy) for row in one.instructions)
             used["programs"] += 1
             assert Machine(step, one).execute() == check(graph, costs, one)
-            twins.run(one, costs.nbytes)
+            for device in (LATE, FILES):
+                twins.run(one, costs.nbytes, device)
             gc.collect()
     print(used)
     assert used["programs"] > 15

@@ -10,6 +10,7 @@ import torch
 
 import lowtide
 from lowtide import tree
+from lowtide.device import Device
 
 Recipe = Callable[[], tuple[Any, torch.nn.Module, Any, tuple[Any, ...]]]
 
@@ -55,6 +56,7 @@ def assert_exact(
     program: Callable[[lowtide.Graph], lowtide.Program] | None = None,
     budget: int | str | None = None,
     make: Callable[..., Any] | None = None,
+    device: Device | None = None,
 ) -> Any:
     """Train twice, with and without lowtide, and compare everything after every step; return the fitted step.
 
@@ -78,7 +80,7 @@ def assert_exact(
         captured = lowtide.capture(mirrored_step, mirror, mirrored_optimizer, example)
         if change is not None:
             captured = dataclasses.replace(captured, graph=change(captured.graph))
-        train = lowtide.execute(captured, program(captured.graph))
+        train = lowtide.execute(captured, program(captured.graph), device=device)
     assert_same(everything(model, optimizer), everything(mirror, mirrored_optimizer))
     given = list(batches) if batches is not None else [example] * steps
     state = torch.Generator().manual_seed(1234).get_state()

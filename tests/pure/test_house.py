@@ -22,7 +22,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "lifetimes",
     "rewrites",
 }
-INSTRUMENTS = {"allocator", "kernels", "native", "private", "recompute", "watch"}
+INSTRUMENTS = {"allocator", "device", "kernels", "native", "private", "recompute", "watch"}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}

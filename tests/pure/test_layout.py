@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
-from lowtide.check import ALIGNMENT, check
-from lowtide.costs import Costs, declared
+from lowtide.check import check
+from lowtide.costs import ALIGNMENT, Costs, declared
 from lowtide.graph import Graph, Input, Op, Output, Read, Value
 from lowtide.plan.emit import emit
 from lowtide.plan.layout import Buffers, first_fit, layout, pack, skyline
