@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from lowtide.aten import RECURRENT
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph
@@ -13,7 +14,7 @@ from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, RECURRENT, Rewritten, apply, chunks, longest
+from lowtide.rewrite import EXACT, Rewritten, apply, chunks, longest
 from lowtide.rewrites import exactness
 from lowtide.simulate import simulate
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide import kernels, private
+from lowtide.aten import DETACHABLE, IDENTITIES, UNDECLARED_WRITES
 from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
@@ -28,15 +29,6 @@ from lowtide.recompute import second_run
 
 aten = torch.ops.aten
 
-IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift.default}
-# Calls that write to arguments without saying so in their schema: argument positions.
-UNDECLARED_WRITES = {
-    aten.native_batch_norm.default: (3, 4),
-    aten.cudnn_batch_norm.default: (3, 4),
-    aten.miopen_batch_norm.default: (3, 4),
-}
-# Calls that return the same outputs when they are given None for what they update.
-DETACHABLE = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -212,7 +204,7 @@ class Recorder(TorchDispatchMode):
             recorded_kwargs,
             tuple(outputs),
             updates=updates,
-            detachable=func in DETACHABLE,
+            detachable=_name_of(func) in DETACHABLE,
             channels=("generator",) if random and same is None else kernels.CHANNELS.get(target, ()),
         )
         if random and same is None:
@@ -232,7 +224,7 @@ class Recorder(TorchDispatchMode):
             if self.books.knows(item):
                 continue
             view = source.view
-            if func not in IDENTITIES:
+            if _name_of(func) not in IDENTITIES:
                 rest = tuple(self._arg(arg, arg) for arg in args[1:]) + tuple(self._arg(a, a) for a in kwargs.values())
                 if kwargs:
                     self.books.register_strided(item, source.storage)
@@ -382,9 +374,10 @@ def _name_of(func: Any) -> str:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that the call writes to."""
     found: list[torch.Tensor] = []
+    undeclared = UNDECLARED_WRITES.get(_name_of(func), ())
     for position, argument in enumerate(private.schema(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
-        if not declared and position not in UNDECLARED_WRITES.get(func, ()):
+        if not declared and position not in undeclared:
             continue
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         if not declared and not args[5]:

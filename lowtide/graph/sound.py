@@ -10,6 +10,7 @@ from collections.abc import Collection
 from keyword import iskeyword
 from typing import Any, get_args
 
+from lowtide.aten import OTHER_ELEMENTS, STRIDED
 from lowtide.graph import GENERATOR, OPAQUE, Alternative, Arg, Constant, Form, Graph, Op, Place, Read, View
 from lowtide.graph.targets import DEVICE, DTYPES, refusal, unknown_constant
 
@@ -17,9 +18,6 @@ DEPTH = 8  # of lists in an argument
 LEAST, MOST = -(2**63), 2**64 - 1  # whole numbers that torch takes
 CHANNEL = re.compile(r"generator|handover|group:(0|[1-9][0-9]{0,3})")
 PLAIN = (type(None), bool, float, complex, str)
-# Where calls say how they see a storage: the argument with the sizes, before those with strides and offset.
-STRIDED = {"aten.as_strided": 1, "aten.as_strided_": 1, "aten.as_strided_copy": 1, "aten.as_strided_scatter": 2}
-OTHER_ELEMENTS = frozenset({"aten.view.dtype", "aten.view_as_real.default", "aten.view_as_complex.default"})
 
 
 class Unsound(ValueError):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowtide import device, kernels
+from lowtide.aten import ELEMENTWISE, LSTM_BACKWARD, RECURRENT
 from lowtide.costs import Costs, lanes
 from lowtide.graph import Graph, Read
 from lowtide.kernels.shapes import Shapes
@@ -15,18 +16,6 @@ from lowtide.private import flop_registry
 FLOPS = 1e11  # floating point operations a second
 BANDWIDTH = 1e10  # bytes a second
 LAUNCH = 1e-6  # seconds that any call takes
-
-# Calls that write each element of the result after reading just the same element of their arguments.
-ELEMENTWISE = frozenset(
-    """
-    aten.relu.default aten.gelu.default aten.silu.default aten.tanh.default aten.sigmoid.default aten.exp.default
-    aten.sqrt.default aten.neg.default aten.hardtanh.default aten.leaky_relu.default aten.add.Tensor aten.add.Scalar
-    aten.sub.Tensor aten.sub.Scalar aten.mul.Tensor aten.mul.Scalar aten.div.Tensor aten.div.Scalar
-    aten.pow.Tensor_Scalar aten.addcmul.default aten.addcdiv.default aten.masked_fill.Scalar aten.where.self
-    aten.threshold_backward.default aten.gelu_backward.default aten.silu_backward.default aten.tanh_backward.default
-    aten.sigmoid_backward.default
-    """.split()  # noqa: SIM905 - a list of one name a line says no more
-)
 
 
 def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH) -> Costs:
@@ -90,7 +79,7 @@ class _Work:
     def arithmetic(self, index: int) -> float:
         """Floating point operations of matrix products, convolutions and attention; 0 for all other ops."""
         op = self.graph.ops[index]
-        if op.target.startswith("aten.mkldnn_rnn_layer"):
+        if op.target in RECURRENT:
             return self.recurrent(index)
         packet = kernels.overload(op.target).overloadpacket
         if packet not in flop_registry:
@@ -110,7 +99,7 @@ class _Work:
         tensors = [self.shapes.tensor(item) for item in op.arguments() if self.shapes.is_tensor(item)]
         weights = sum(tensor.numel() for tensor in tensors[1:3])
         steps = tensors[0].shape[0] * tensors[0].shape[1]
-        return 2.0 * weights * steps * (2 if "backward" in op.target else 1)
+        return 2.0 * weights * steps * (2 if op.target == LSTM_BACKWARD else 1)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowtide.aten import OPAQUE, PART, SELECT, UNBIND
 from lowtide.graph import Arg, Graph, Op, Read, View
 from lowtide.graph.encode import encode_arg
-
-# The results of these calls have contents that nobody can make up; who reads them is measured behind the call itself.
-OPAQUE = frozenset({"aten.mkldnn_rnn_layer.default"})
-UNBIND, SELECT = "aten.unbind.int", "aten.select.int"
-MOMENT = {"aten.select_backward.default": 3}  # calls on one of many equal parts, and the argument that says on which
 
 Shift = dict[tuple[int, int | None, str, Arg], int]  # by how much parts of a tensor are moved to the front
 
@@ -23,7 +19,7 @@ def specimen(graph: Graph, index: int) -> dict[str, Any]:
     op = graph.ops[index]
     places: dict[int, int] = {}
     views: dict[tuple[int, int], int] = {}  # (place, view of the graph) -> number of the view here
-    args = tuple(0 if place == MOMENT.get(op.target) else arg for place, arg in enumerate(op.args))
+    args = tuple(0 if place == PART.get(op.target) else arg for place, arg in enumerate(op.args))
     arguments = [_localised(arg, places, views) for arg in (*args, *(arg for _, arg in op.kwargs))]
     shift = _shift(graph, views)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.aten import ADD
 from lowtide.graph import Graph, Read
 from lowtide.program import Free, Instruction, Program, Run
 
@@ -31,7 +32,7 @@ def as_eager(graph: Graph) -> Program:
 def _summed(graph: Graph, last: list[int], op: int) -> Pairs:
     """The pair (sum, gradient), where autograd adds up gradients on top of one that nobody else holds."""
     item = graph.ops[op]
-    if item.target != "aten.add.Tensor" or item.phase != "backward" or item.kwargs or len(item.args) != 2:
+    if item.target != ADD or item.phase != "backward" or item.kwargs or len(item.args) != 2:
         return ()
     made = graph.values[item.makes[0]]
     for read in item.args:

@@ -12,13 +12,13 @@ from typing import Any
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph
-from lowtide.rewrite.chunks import RECURRENT, cut, longest
+from lowtide.rewrite.chunks import cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.sizes import sizes_only
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
-__all__ = ["EXACT", "PASSES", "RECURRENT", "Pass", "Rewritten", "apply", "chunks", "cut", "longest", "with_narrow"]
+__all__ = ["EXACT", "PASSES", "Pass", "Rewritten", "apply", "chunks", "cut", "longest", "with_narrow"]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lowtide.aten import LSTM, LSTM_BACKWARD, SELECT
 from lowtide.graph import Arg, Graph, Op, Read, View
 from lowtide.rewrite.editor import Editor
-
-FORWARD, BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
-RECURRENT = frozenset({FORWARD, BACKWARD})
 
 # Places of arguments; both calls start with what they read, four weights, and the state before.
 READ, STATE = 0, slice(5, 7)
@@ -75,7 +73,7 @@ def _layers(graph: Graph, chunks: int) -> tuple[list[_Layer], list[str]]:
     """The layers that are cut, in the order of their forwards, and a note for each that is left whole for a reason."""
     layers, notes = [], []
     for index, op in enumerate(graph.ops):
-        if op.target != FORWARD:
+        if op.target != LSTM:
             continue
         why = _why_not(graph, index)
         if why:
@@ -109,7 +107,7 @@ def _why_not(graph: Graph, forward: int) -> str:
         return "its workspace is read more than once"
     for index in readers:
         user = graph.ops[index]
-        same = user.target == BACKWARD and len(user.args) == WORKSPACE + 1 and not user.kwargs
+        same = user.target == LSTM_BACKWARD and len(user.args) == WORKSPACE + 1 and not user.kwargs
         same = same and user.args[: STATE.stop] == op.args[: STATE.stop]
         if not same or user.args[RESULT : STATE_AFTER.stop] != (result, after, cell) or user.args[-1] != workspace:
             return "its backward reads something else than it made"
@@ -172,9 +170,7 @@ class _Writer:
             if not last:  # both in one value, which is all that is kept of them
                 both = self.like(hidden, name="state")
                 self.simple(call, step, "stack.default", (state,), both)
-                state = tuple(
-                    Read(both, self.editor.view(View(None, "aten.select.int", (0, place)))) for place in (0, 1)
-                )
+                state = tuple(Read(both, self.editor.view(View(None, SELECT, (0, place)))) for place in (0, 1))
             self.saved[call, chunk] = _Saved(before, state, work)
         self.join(call, layer, result)
 

@@ -10,24 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from lowtide.aten import CAST, COINS, INDICES, QUOTIENTS, REINTERPRETING, RELU, RELU_BACKWARD, RELU_ITSELF
 from lowtide.graph import Alternative, Constant, Graph, Op, Phase, Read, Value
 from lowtide.rewrite.editor import Editor
 
 WIDE = {"int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # dtype -> bytes of an element
 NARROW = {"bool": 1, "uint8": 1, "int16": 2, "int32": 4}
 HOLDS = {"uint8": 2**8, "int16": 2**15, "int32": 2**31}  # dtype -> how many numbers from 0 on it has
-
-CAST = "aten._to_copy.default"  # keeps sizes and strides; cast to bool, what is not zero is true, NaN included
-DRAWS = frozenset({"aten.bernoulli_.float", "aten.bernoulli_.Tensor", "aten.bernoulli.default", "aten.bernoulli.p"})
-QUOTIENTS = frozenset({"aten.div_.Scalar", "aten.div.Scalar"})
-RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "aten.threshold_backward.default"
-# Calls whose second result counts the elements of a plane of their argument, and the dimensions of that plane.
-INDICES = {
-    "aten.max_pool2d_with_indices.default": 2,
-    "aten.max_pool3d_with_indices.default": 3,
-    "aten.adaptive_max_pool2d.default": 2,
-    "aten.adaptive_max_pool3d.default": 3,
-}
 
 
 def narrow(graph: Graph) -> Graph:
@@ -61,7 +50,7 @@ def narrow(graph: Graph) -> Graph:
 def _mask(graph: Graph, value: int) -> str | None:
     """A draw is 0 or 1, and so is what comes back from bool."""
     op = graph.ops[graph.maker[value]]
-    return "bool" if op.target in DRAWS and _whole(op) else None
+    return "bool" if op.target in COINS and _whole(op) else None
 
 
 def _quotient(graph: Graph, value: int) -> int | None:
@@ -112,7 +101,7 @@ def _whole(op: Op) -> bool:
 def _reinterprets(graph: Graph, view: int | None) -> bool:
     """Whether a view takes the bytes for numbers of another dtype."""
     while view is not None:
-        if graph.views[view].target == "aten.view.dtype":
+        if graph.views[view].target == REINTERPRETING:
             return True
         view = graph.views[view].parent
     return False

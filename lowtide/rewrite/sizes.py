@@ -5,21 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from lowtide.aten import SIZES_ONLY
 from lowtide.graph import Graph, Read, View
 from lowtide.rewrite.editor import Editor
-
-# Calls whose kernels for the processor read the second argument for its sizes only.
-SIZES_ONLY = frozenset(
-    {
-        "aten.max_pool2d_with_indices_backward.default",
-        "aten.max_pool3d_with_indices_backward.default",
-        "aten.adaptive_max_pool2d_backward.default",
-        "aten.avg_pool2d_backward.default",
-        "aten.avg_pool3d_backward.default",
-        "aten._adaptive_avg_pool2d_backward.default",
-        "aten._adaptive_avg_pool3d_backward.default",
-    }
-)
 
 
 def sizes_only(graph: Graph) -> Graph:

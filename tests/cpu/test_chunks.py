@@ -17,6 +17,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import lowtide
+from lowtide.aten import RECURRENT
 from lowtide.check import check
 from lowtide.choice import choose
 from lowtide.cli import app
@@ -26,7 +27,7 @@ from lowtide.models.recurrent import gru, lstm
 from lowtide.plan import as_eager, keep_everything
 from lowtide.plan import least as least_plan
 from lowtide.program import Plan, Program, Run
-from lowtide.rewrite import RECURRENT, cut, longest, with_narrow
+from lowtide.rewrite import cut, longest, with_narrow
 
 CLOSE = 5e-6  # of the largest entry: how far a gradient of weights may be from eager's
 LENGTH = 11  # moments: not a multiple of the chunks

@@ -365,7 +365,7 @@ def test_without_a_compiler(how: str, tmp_path: Path) -> None:
 def test_without_an_arena_no_more_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Twins(budget="70%").train.plan
     error = allocator.AllocatorUnavailable("there is no compiler.", hint="install one.")
-    monkeypatch.setattr(arrangement, "_missing", lambda: error)
+    monkeypatch.setitem(device.DEVICES, "cpu", replace(device.CPU, missing=lambda: error))
     arrangement._without_arena.cache_clear()
     step, model, optimizer, example = probed()
     with pytest.warns(LowtideWarning, match="without an arena, and unmetered: there is no compiler"):

@@ -21,6 +21,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "changes",
     "lifetimes",
     "rewrites",
+    "aten",
 }
 INSTRUMENTS = {"allocator", "device", "kernels", "native", "private", "recompute", "watch"}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
@@ -33,6 +34,7 @@ PLAIN = {
     "costs",
     "program",
     "rewrites",
+    "aten",
     "errors",
     "files",
 }  # data that the judge and the simulator both may read

@@ -11,14 +11,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lowtide.aten import EXPENSIVE
 from lowtide.graph import Graph
 from lowtide.plan.classics.cut import cheapest
 from lowtide.plan.classics.tape import Links, Tape, at_the_turn
 from lowtide.plan.problem import Ints, Problem
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum")
-LAYERS = ("convolution", "conv1d", "conv2d", "conv3d", "attention", "rnn", "lstm", "gru")
-EXPENSIVE = frozenset(PRODUCTS + LAYERS)
 DEAR = 1e4  # bytes count so much more than seconds that only the bytes matter, and seconds break ties
 
 

@@ -1,0 +1,87 @@
+"""What we know of torch's ops by their names, beyond what their schemas say: the one place for it, as plain data.
+
+A line here is a claim about every kernel of the op on the devices that we run on; a test of who uses it holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# ---- what schemas leave out
+
+IDENTITIES = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift.default"})  # views that change nothing
+# Calls that write to arguments without saying so: the places of these.
+UNDECLARED_WRITES: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "aten.native_batch_norm.default": (3, 4),
+        "aten.cudnn_batch_norm.default": (3, 4),
+        "aten.miopen_batch_norm.default": (3, 4),
+    }
+)
+# Calls that return the same outputs when they are given None for what they update.
+DETACHABLE = frozenset(UNDECLARED_WRITES)
+# Calls whose results have contents that nobody can make up; who reads them is measured behind the call itself.
+OPAQUE = frozenset({"aten.mkldnn_rnn_layer.default"})
+# Calls whose kernels for the processor read the second argument for its sizes only.
+SIZES_ONLY = frozenset(
+    {
+        "aten.max_pool2d_with_indices_backward.default",
+        "aten.max_pool3d_with_indices_backward.default",
+        "aten.adaptive_max_pool2d_backward.default",
+        "aten.avg_pool2d_backward.default",
+        "aten.avg_pool3d_backward.default",
+        "aten._adaptive_avg_pool2d_backward.default",
+        "aten._adaptive_avg_pool3d_backward.default",
+    }
+)
+
+# ---- what numbers come out
+
+CAST = "aten._to_copy.default"  # keeps sizes and strides; cast to bool, what is not zero is true, NaN included
+ADD = "aten.add.Tensor"  # with which autograd adds up gradients
+# Draws of 0 or 1.
+COINS = frozenset({"aten.bernoulli_.float", "aten.bernoulli_.Tensor", "aten.bernoulli.default", "aten.bernoulli.p"})
+QUOTIENTS = frozenset({"aten.div_.Scalar", "aten.div.Scalar"})
+RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "aten.threshold_backward.default"
+# Calls whose second result counts the elements of a plane of their argument: the dimensions of that plane.
+INDICES: Mapping[str, int] = MappingProxyType(
+    {
+        "aten.max_pool2d_with_indices.default": 2,
+        "aten.max_pool3d_with_indices.default": 3,
+        "aten.adaptive_max_pool2d.default": 2,
+        "aten.adaptive_max_pool3d.default": 3,
+    }
+)
+# Calls that write each element of the result after reading just the same element of their arguments.
+ELEMENTWISE = frozenset(
+    """
+    aten.relu.default aten.gelu.default aten.silu.default aten.tanh.default aten.sigmoid.default aten.exp.default
+    aten.sqrt.default aten.neg.default aten.hardtanh.default aten.leaky_relu.default aten.add.Tensor aten.add.Scalar
+    aten.sub.Tensor aten.sub.Scalar aten.mul.Tensor aten.mul.Scalar aten.div.Tensor aten.div.Scalar
+    aten.pow.Tensor_Scalar aten.addcmul.default aten.addcdiv.default aten.masked_fill.Scalar aten.where.self
+    aten.threshold_backward.default aten.gelu_backward.default aten.silu_backward.default aten.tanh_backward.default
+    aten.sigmoid_backward.default
+    """.split()  # noqa: SIM905 - a list of one name a line says no more
+)
+
+# ---- views
+
+UNBIND, SELECT = "aten.unbind.int", "aten.select.int"  # one of many equal parts
+# Calls on one of many equal parts, and the argument that says on which.
+PART: Mapping[str, int] = MappingProxyType({"aten.select_backward.default": 3})
+# Where calls say how they see a storage: the argument with the sizes, before those with strides and offset.
+STRIDED: Mapping[str, int] = MappingProxyType(
+    {"aten.as_strided": 1, "aten.as_strided_": 1, "aten.as_strided_copy": 1, "aten.as_strided_scatter": 2}
+)
+REINTERPRETING = "aten.view.dtype"  # takes the bytes for numbers of another dtype
+OTHER_ELEMENTS = frozenset({REINTERPRETING, "aten.view_as_real.default", "aten.view_as_complex.default"})
+
+# ---- layers, and what is expensive
+
+LSTM, LSTM_BACKWARD = "aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"
+RECURRENT = frozenset({LSTM, LSTM_BACKWARD})  # one layer in one direction, over all time steps in one call
+# Words in the names of calls that mix many elements into one, by which the literature tells what to keep.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum")
+LAYERS = ("convolution", "conv1d", "conv2d", "conv3d", "attention", "rnn", "lstm", "gru")
+EXPENSIVE = frozenset(PRODUCTS + LAYERS)
