@@ -14,7 +14,7 @@ from typing import NoReturn, get_args
 
 from lowtide.costs import Costs
 from lowtide.errors import ProgramError
-from lowtide.graph import Graph, Place
+from lowtide.graph import GENERATOR, HANDOVER, Graph, Place
 from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
 # Where and which: ("device" | "host" | "disk", value). Also on the device, while they last: ("home", storage), the
@@ -61,7 +61,7 @@ class _Judge:
         self.outside = 0  # device bytes outside the arena
         self.held = [0] * len(program.instructions)  # most bytes outside the arena during each instruction
         self.has_run: set[int] = set()  # ops
-        self.last_random = -1  # the random op that was last to run for the first time
+        self.latest: dict[str, int] = {}  # channel -> of the ops in it that have run, the last one of the graph
         self.last_replay: dict[int, int] = {}  # for each random op that is repeated, its last run
 
     def start(self) -> None:
@@ -140,24 +140,35 @@ class _Judge:
 
     def check_turn(self, op: int, again: bool) -> None:
         """Whether this op may run now, for the first time or again."""
-        name, random = self.name_op(op), self.graph.ops[op].random
+        name, item = self.name_op(op), self.graph.ops[op]
         first = op not in self.has_run
         effects = ", ".join(f"%{old} to %{new}" for new, old in self.graph.effects[op])
         if again and first:
             self.fail("repeat before first", f"{name} runs again, but has not run yet.")
-        if again and not self.graph.repeatable(op):
+        others = ", ".join(channel for channel in item.channels if channel != GENERATOR)
+        if again and effects and not item.detachable:
             self.fail("side effect twice", f"{name} updates {effects} and cannot run without that.")
+        if not first and others:
+            self.fail("side effect twice", f"{name} acts in {others} a second time.")
         if not again and not first:
             if effects:
                 self.fail("side effect twice", f"{name} updates {effects} a second time: again=False.")
-            if random:
+            if item.random:
                 self.fail("random replay", f"{name} draws new numbers in its second run: again=False.")
             self.fail("not marked as repeat", f"{name} has run before, but again=False.")
-        if first and random:
-            if op < self.last_random:
-                self.fail("random replay", f"{name} draws its numbers after op {self.last_random}.")
-            self.last_random = op
+        if first:
+            self.check_channels(op)
         self.has_run.add(op)
+
+    def check_channels(self, op: int) -> None:
+        """Whether no later op of the graph has run in a channel of this one; a handover is in all of them."""
+        name, channels = self.name_op(op), self.graph.ops[op].channels
+        for channel, latest in self.latest.items():
+            if op < latest and (channel in channels or (channels and HANDOVER in (channel, *channels))):
+                if channel == GENERATOR == channels[0]:
+                    self.fail("random replay", f"{name} draws its numbers after op {latest}.")
+                self.fail("out of order", f"{name} runs after op {latest}, which comes later in {channel}.")
+        self.latest |= {channel: max(op, self.latest.get(channel, -1)) for channel in channels}
 
     def check_over(self, run: Run, makes: tuple[int, ...]) -> None:
         """Whether what this run makes may sit on what it reads."""
@@ -255,6 +266,8 @@ class _Judge:
         for op, item in enumerate(graph.ops):
             if item.random and op not in self.has_run:
                 self.fail("random replay", f"{self.name_op(op)} never drew its numbers.")
+            if item.channels and op not in self.has_run:
+                self.fail("out of order", f"{self.name_op(op)} never ran, but is in {', '.join(item.channels)}.")
         inputs = {item.value for item in graph.inputs}
         wanted = graph.required | self.last_contents()
         for value in sorted(wanted):

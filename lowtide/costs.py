@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lowtide import files
 from lowtide.errors import FileError
-from lowtide.files.shapes import Absent, amount, many, record, row, text, whole, word
-from lowtide.graph import Graph
+from lowtide.files.shapes import Absent, Misshapen, amount, many, record, row, text, whole, word
+from lowtide.graph import Graph, Place
 
 Origin = Literal["measured", "roofline"]
 ALIGNMENT = 64  # bytes: of the CPU's arena, and where nothing else is said
+Direction = Literal["out", "in"]  # of copies, as the device sees them
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The engine that copies from the device to another place ("out"), or from there ("in")."""
+
+    place: Place
+    direction: Direction
+    latency: float  # seconds that any copy takes, before its bytes
+    rate: float  # bytes a second
+    takes: float = 0.0  # the part of the compute engine's speed that it takes away while it copies
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ class Costs:
     origin: Origin
     machine: str  # processor, threads and library version, for people
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
-    bandwidth: tuple[tuple[str, float], ...] = ()  # bytes a second between the device and each other place
+    lanes: tuple[Lane, ...] = ()  # what copies between the device and other places cost; one for each, at most
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
@@ -55,7 +68,7 @@ class Costs:
             "in_place": [[list(pair) for pair in pairs] for pairs in self.in_place],
             "origin": self.origin,
             "machine": self.machine,
-            "bandwidth": [list(pair) for pair in self.bandwidth],
+            "lanes": [[lane.place, lane.direction, lane.latency, lane.rate, lane.takes] for lane in self.lanes],
             "code": self.code,
             "alignment": self.alignment,
             "notes": list(self.notes),
@@ -80,6 +93,8 @@ class Costs:
                 f"the graph has {len(graph.ops)} and {len(graph.values)}.",
                 hint="measure again.",
             )
+        if len({(lane.place, lane.direction) for lane in costs.lanes}) < len(costs.lanes):
+            raise FileError(f"{path} holds no valid costs: two lanes are one engine.", hint="measure again.")
         for op, pairs in enumerate(costs.in_place):
             if not all(made in graph.makes[op] and read in graph.reads[op] for made, read in pairs):
                 raise FileError(
@@ -110,7 +125,33 @@ def declared(graph: Graph) -> Costs:
     )
 
 
+def lanes(bandwidth: Iterable[tuple[Place, float]]) -> tuple[Lane, ...]:
+    """Engines with these bytes a second both ways, which start at once and take nothing from compute."""
+    return tuple(
+        Lane(place, direction, 0.0, rate) for place, rate in bandwidth for direction in get_args(Direction) if rate > 0
+    )
+
+
+def _costs(*, bandwidth: tuple[tuple[Place, float], ...], **rest: Any) -> Costs:
+    """Costs from a file, which may be of the time when a place had one number."""
+    return Costs(**rest) if rest["lanes"] or not bandwidth else Costs(**rest | {"lanes": lanes(bandwidth)})
+
+
+def _positive(data: Any) -> float:
+    if amount(data) <= 0:
+        raise Misshapen("a number above zero", data)
+    return amount(data)
+
+
+def _part(data: Any) -> float:
+    if amount(data) > 1:
+        raise Misshapen("a number from 0 to 1", data)
+    return amount(data)
+
+
 _number, _pair = whole(), row(whole(), whole())
+_away = word([place for place in get_args(Place) if place != "device"])
+LANE = row(_away, word(get_args(Direction)), amount, _positive, _part, into=Lane)
 COSTS = record(
     {
         "graph": text,
@@ -121,10 +162,11 @@ COSTS = record(
         "in_place": many(many(_pair)),
         "origin": word(get_args(Origin)),
         "machine": text,
-        "bandwidth": many(row(text, amount)),
+        "lanes": Absent(many(LANE), ()),
+        "bandwidth": Absent(many(row(_away, amount)), ()),
         "code": Absent(_number, 0),
         "alignment": Absent(whole(1), ALIGNMENT),
         "notes": many(text),
     },
-    into=Costs,
+    into=_costs,
 )

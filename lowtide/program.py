@@ -88,13 +88,13 @@ class Plan:
     peak: int  # bytes, predicted
     seconds: float  # of one step, predicted
     base_seconds: float  # of the step without recomputation
-    bound_seconds: float  # of one step: no program within the budget is quicker
+    bound_seconds: float  # of one step: no program without copies within the budget is quicker
     least_bound: int  # bytes: no program has a lower peak
     planning_seconds: float
 
     @property
     def bound(self) -> float:
-        """The least overhead that any program within the budget can have, as the same fraction."""
+        """The least overhead that any program without copies within the budget can have, as the same fraction."""
         return self.bound_seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 
     @property

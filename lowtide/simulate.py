@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.costs import Costs
-from lowtide.graph import Graph
+from lowtide.engines import Engines
+from lowtide.graph import Graph, Place
 from lowtide.program import Copy, Free, Program, Run, Wait
 
 
@@ -148,24 +149,22 @@ def _last_replays(graph: Graph, program: Program) -> dict[int, int]:
 
 
 def elapsed(graph: Graph, costs: Costs, program: Program) -> float:
-    """The seconds of one step: ops one after another, copies beside them on one channel for each place."""
-    rates = dict(costs.bandwidth)
-    now = 0.0
-    channel: dict[str, float] = {}
-    arrival: dict[tuple[int, str], float] = {}
+    """The seconds of one step: ops one after another, copies beside them."""
+    engines = Engines(costs.lanes)
+    arrival: dict[tuple[int, Place], float] = {}
     ready = {(item.value, item.home) for item in graph.inputs}  # what can be read in other places
     for instruction in program.instructions:
         match instruction:
             case Run(op):
-                now += costs.seconds[op]
+                engines.run(costs.seconds[op])
+            case Copy(value, "device"):
+                place: Place = "host" if (value, "host") in ready else "disk"
+                arrival[value, "device"] = engines.copy(place, "in", costs.nbytes[value])
             case Copy(value, to):
-                place = to if to != "device" else "host" if (value, "host") in ready else "disk"
-                start = max(now, channel.get(place, 0.0))
-                channel[place] = start + (costs.nbytes[value] / rates[place] if place in rates else 0.0)
-                arrival[value, to] = channel[place]
+                arrival[value, to] = engines.copy(to, "out", costs.nbytes[value])
             case Wait(value, place):
-                now = max(now, arrival[value, place])
+                engines.wait(arrival[value, place])
                 ready.add((value, place))
             case Free(value, place):
                 ready.discard((value, place))
-    return now
+    return engines.now

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lowtide import private
+from lowtide import kernels, private
 from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.origin import Origins, user_line
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
             tuple(outputs),
             updates=updates,
             detachable=func in DETACHABLE,
-            random=random and same is None,
+            channels=("generator",) if random and same is None else kernels.CHANNELS.get(target, ()),
         )
         if random and same is None:
             self.draws.add(what, self.books.read(results[0]))
@@ -350,7 +350,7 @@ class Recorder(TorchDispatchMode):
         *,
         updates: tuple[tuple[int, int], ...] = (),
         detachable: bool = False,
-        random: bool = False,
+        channels: tuple[str, ...] = (),
     ) -> None:
         phase, module, source = self.origins.here()
         short = target.split(".")[1]
@@ -365,7 +365,7 @@ class Recorder(TorchDispatchMode):
                 outputs=outputs,
                 updates=updates,
                 detachable=detachable,
-                random=random,
+                channels=channels,
                 phase=phase,
                 module=module,
                 source=source,

@@ -33,6 +33,7 @@ Phase = Literal["forward", "backward", "update"]
 Role = Literal["result", "gradient", "buffer", "input"]
 Place = Literal["device", "host", "disk"]  # where bytes are; a budget is of the device's
 Form = Literal["plain", "blocked", "packed", "sparse", "sharded"]  # how bytes stand for elements
+GENERATOR, HANDOVER = "generator", "handover"  # channels: random numbers; code that is not in the step
 OPAQUE: frozenset[Form] = frozenset({"blocked", "packed", "sparse"})  # forms that no view can read
 
 
@@ -91,7 +92,7 @@ class Op:
     outputs: tuple[int | None, ...] = ()  # a value for each result of the call; None: no tensor, or not a new one
     updates: tuple[tuple[int, int], ...] = ()  # (new, old): the call writes over old's storage; new is there then
     detachable: bool = False  # given None for what it updates it returns the same outputs, so it may run again
-    random: bool = False  # draws from the generator
+    channels: tuple[str, ...] = ()  # "generator", "handover", "group:0": what it does besides, in which order matters
     optional: bool = False  # eager does not run it; what it makes may be what an ordinary op makes too
     phase: Phase = "forward"
     module: str = ""  # path of the innermost module: "layer1.0.conv2"
@@ -107,6 +108,11 @@ class Op:
     def makes(self) -> tuple[int, ...]:
         """The values that exist after the call: its outputs, then what it updated."""
         return tuple(v for v in self.outputs if v is not None) + tuple(new for new, _ in self.updates)
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws from the generator: it may run again, with the state that it was drawn from."""
+        return GENERATOR in self.channels
 
     def arguments(self) -> Iterator[Read]:
         """Every tensor argument, also those in lists."""
@@ -233,7 +239,27 @@ class Graph:
 
     def repeatable(self, op: int) -> bool:
         """Whether the op may run a second time, given what it reads."""
-        return not self.effects[op] or self.ops[op].detachable
+        item = self.ops[op]
+        return (not self.effects[op] or item.detachable) and all(channel == GENERATOR for channel in item.channels)
+
+    def ordered(self, one: int, other: int) -> bool:
+        """Whether the first runs of two ops keep the graph's order: they share a channel, or one hands over.
+
+        The code that a step hands over to may do anything, so what is in any channel stays before or after it.
+        """
+        first, second = self.ops[one].channels, self.ops[other].channels
+        return bool(first and second) and (HANDOVER in first + second or not set(first).isdisjoint(second))
+
+    @cached_property
+    def awaits(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the last ones that its channels had before it, whose first runs come before its own."""
+        last: dict[str, int] = {}
+        found = []
+        for index, op in enumerate(self.ops):
+            channels = last.keys() if HANDOVER in op.channels else {*op.channels, HANDOVER} if op.channels else set()
+            found.append(tuple(sorted({last[channel] for channel in channels if channel in last})))
+            last |= dict.fromkeys(op.channels, index)
+        return tuple(found)
 
     def reads_of(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The values that a run of the op reads; a repeated one leaves its lasting updates alone."""
@@ -294,6 +320,7 @@ class Graph:
         line = f"{op.name}: {made + ' = ' if made else ''}{op.target}({', '.join(args)})"
         line += "".join(f" updates %{old} to %{new}" for new, old in op.updates)
         line += " random" if op.random else ""
+        line += "".join(f" in {channel}" for channel in op.channels if channel != GENERATOR)
         line += " optional" if op.optional else ""
         return line + f"  # {' '.join(filter(None, (op.phase, op.module, op.source)))}"
 

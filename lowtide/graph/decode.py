@@ -10,6 +10,7 @@ from lowtide import files
 from lowtide.errors import FileError
 from lowtide.files.shapes import Absent, Misshapen, either, flag, many, mapping, maybe, record, row, text, whole, word
 from lowtide.graph import (
+    GENERATOR,
     Alternative,
     Arg,
     Constant,
@@ -84,6 +85,10 @@ def _named(data: Any) -> tuple[tuple[str, Arg], ...]:
     return tuple(mapping(decode_arg)(data).items())
 
 
+def _op(*, random: bool, channels: tuple[str, ...], **rest: Any) -> Op:
+    return Op(channels=(GENERATOR, *channels) if random else channels, **rest)
+
+
 number = whole()
 path_of = many(either(text, whole(-1)))
 READ = row(number, maybe(number), into=Read)
@@ -107,12 +112,13 @@ OP = record(
         "updates": many(row(number, number)),
         "detachable": flag,
         "random": flag,
+        "channels": Absent(many(text), ()),
         "optional": Absent(flag, False),
         "phase": word(get_args(Phase)),
         "module": text,
         "source": text,
     },
-    into=Op,
+    into=_op,
 )
 ALTERNATIVE = row(
     *(number, number, _place, whole(-1), many(number), many(row(number, number))),

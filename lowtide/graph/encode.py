@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lowtide.graph import Alternative, Arg, Constant, Graph, Op, Place, Read
+from lowtide.graph import GENERATOR, Alternative, Arg, Constant, Graph, Op, Place, Read
 
 
 def encode_arg(arg: Arg) -> Any:
@@ -62,6 +62,8 @@ def _encode_op(op: Op) -> dict[str, Any]:
     data["updates"] = [list(pair) for pair in op.updates]
     data["detachable"], data["random"] = op.detachable, op.random
     data["phase"], data["module"], data["source"] = op.phase, op.module, op.source
+    if others := [channel for channel in op.channels if channel != GENERATOR]:
+        data["channels"] = others
     if op.optional:
         data["optional"] = True
     return data

@@ -5,15 +5,17 @@ Loading a file and generating code both rest on this, and so it holds for graphs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from keyword import iskeyword
 from typing import Any, get_args
 
-from lowtide.graph import OPAQUE, Alternative, Arg, Constant, Form, Graph, Op, Place, Read, View
+from lowtide.graph import GENERATOR, OPAQUE, Alternative, Arg, Constant, Form, Graph, Op, Place, Read, View
 from lowtide.graph.targets import DEVICE, DTYPES, refusal, unknown_constant
 
 DEPTH = 8  # of lists in an argument
 LEAST, MOST = -(2**63), 2**64 - 1  # whole numbers that torch takes
+CHANNEL = re.compile(r"generator|handover|group:(0|[1-9][0-9]{0,3})")
 PLAIN = (type(None), bool, float, complex, str)
 # Where calls say how they see a storage: the argument with the sizes, before those with strides and offset.
 STRIDED = {"aten.as_strided": 1, "aten.as_strided_": 1, "aten.as_strided_copy": 1, "aten.as_strided_scatter": 2}
@@ -102,8 +104,8 @@ class _Inspector:
         for index, op in enumerate(graph.ops):
             where = f"op {index} {ascii(op.name)[1:-1][:40]}"
             self.inspect_call(op, where, made)
-            if op.optional and (op.updates or op.random):
-                raise Unsound(f"{where} is optional, but updates values or draws from the generator")
+            if op.optional and (op.updates or op.channels):
+                raise Unsound(f"{where} is optional, but updates values or draws from the generator or the like")
             if not op.optional and index not in graph.ordinary:
                 raise Unsound(f"{where} is not optional, but comes after ops that are")
             for value in op.makes:
@@ -159,6 +161,11 @@ class _Inspector:
 
     def inspect_call(self, op: Op, where: str, made: set[int]) -> None:
         self.inspect_target(op.target, where)
+        channels = op.channels
+        if not all(type(channel) is str and CHANNEL.fullmatch(channel) for channel in channels):
+            raise Unsound(f"{where} is in channels {_briefly(channels)}, which are none")
+        if len(set(channels)) < len(channels) or GENERATOR in channels[1:]:
+            raise Unsound(f"{where} is in channels {_briefly(channels)}: each is named once, the generator first")
         names = [name for name, _ in op.kwargs]
         if len(set(names)) < len(names) or not all(map(_identifier, names)):
             raise Unsound(f"{where} has arguments with names that can't be written: {ascii(names)[:60]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,13 +19,12 @@ from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, o
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
 
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
-# writes to a mark, so it runs once; it counts as random, so that all draws before it stay before it; and what it reads
-# besides, buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
+# writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
+# buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
 TURN = "lowtide.turn.default"
+CHANNELS: Mapping[str, tuple[str, ...]] = {TURN: ("handover",)}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
-_LIBRARY.define(
-    "turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
-)
+_LIBRARY.define("turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others) -> Tensor[]")
 
 
 @torch.library.register_fake("lowtide::turn", lib=_LIBRARY)  # type: ignore[untyped-decorator]

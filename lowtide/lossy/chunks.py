@@ -325,7 +325,7 @@ def _anchors(graph: Graph, calls: list[int], place: int) -> dict[int, int]:
 
 
 def _in_order(placed: list[_Placed]) -> list[_Placed]:
-    """The ops by their keys, but each after what it reads, writes over last, and draws in the order of before."""
+    """The ops by their keys, but each after what it reads and what acted before it; those that write over come last."""
     maker = {value: number for number, item in enumerate(placed) for value in item.op.makes}
     readers: dict[int, set[int]] = {}
     for number, item in enumerate(placed):
@@ -335,7 +335,7 @@ def _in_order(placed: list[_Placed]) -> list[_Placed]:
     for number, item in enumerate(placed):
         for _, old in item.op.updates:
             waiting[number] |= readers[old] - {number}
-    drawing = sorted((item.key, number) for number, item in enumerate(placed) if item.op.random)
+    drawing = sorted((item.key, number) for number, item in enumerate(placed) if item.op.channels)
     for (_, before), (_, after) in pairwise(drawing):
         waiting[after].add(before)
     followers: list[list[int]] = [[] for _ in placed]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowtide import device, kernels
-from lowtide.costs import Costs
+from lowtide.costs import Costs, lanes
 from lowtide.graph import Arg, Constant, Graph, Read
 from lowtide.private import flop_registry
 
@@ -47,7 +47,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
         in_place=tuple(in_place),
         origin="roofline",
         machine=f"{flops:.3g} operations and {bandwidth:.3g} bytes a second",
-        bandwidth=(("host", bandwidth), ("disk", bandwidth / 10)),
+        lanes=lanes((("host", bandwidth), ("disk", bandwidth / 10))),
         alignment=device.of(graph.device).alignment,
     )
 

@@ -4,6 +4,9 @@ One gate (see `gate`) is a minimum cut, and its bound is quick. Several gates on
 at the second was held at the first or made in between, and what was made in between costs seconds. That is a mixed
 integer program, the staged program of Jain et al. 2020 (Checkmate) with a stage for each gate instead of one for each
 op; HiGHS solves it for a few gates, and what it proved when it is stopped is a bound too.
+
+It holds for programs that run ops: order, in-place, recomputation, and alternatives whose keepers are on the device.
+Copies to other places can do without any recomputation; there is no bound for them.
 """
 
 from __future__ import annotations

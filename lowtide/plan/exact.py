@@ -90,9 +90,9 @@ def least_peak(problem: Problem, *, limit: int = LIMIT, seconds: float = math.in
 
 
 def useful(problem: Problem) -> list[int]:
-    """The ops that a sequence may need to run: all that the outputs and the random generator's end state depend on."""
+    """The ops that a sequence may need to run: all that the outputs and what is in channels depend on."""
     graph = problem.graph
-    ops = {op for op, item in enumerate(graph.ops) if item.random or graph.required.intersection(item.makes)}
+    ops = {op for op, item in enumerate(graph.ops) if item.channels or graph.required.intersection(item.makes)}
     makers = _makers(graph)
     waiting = list(ops)
     while waiting:
@@ -193,8 +193,8 @@ class Game:
         lasting = [value for value in reads if self._lasting(value)]
         draws = graph.ops[op].random
         later = {int(problem.killer[value]) for value in lasting} - {op}
-        if draws and not again:
-            later |= {other for other in self.ops if graph.ops[other].random and other > op}
+        if not again:
+            later |= {other for other in self.ops if other > op and graph.ordered(op, other)}
         state = self._set("state", [op])
         pairs = range(problem.over_start[op], problem.over_start[op + 1])
         return Move(

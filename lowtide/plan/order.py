@@ -75,7 +75,7 @@ def late_results(problem: Problem, order: Ints) -> Ints:
     place = {int(op): number for number, op in enumerate(order)}
     goes_to = dict(place)
     for op in map(int, reversed(order)):
-        if graph.effects[op] or graph.ops[op].random or graph.ops[op].phase == "update" or not followers[op]:
+        if graph.effects[op] or graph.ops[op].channels or graph.ops[op].phase == "update" or not followers[op]:
             continue
         to = min(goes_to[other] for other in followers[op])
         made = sum(int(problem.nbytes[value]) for value in graph.makes[op])
@@ -90,15 +90,11 @@ def late_results(problem: Problem, order: Ints) -> Ints:
 
 
 def _waits(graph: Graph) -> list[set[int]]:
-    """For each op those that must run before it: makers of what it reads, readers of what it writes over, draws."""
+    """For each op those that must run before it: makers of what it reads, readers of what it writes over, channels."""
     waits: list[set[int]] = []
-    last_draw = -1
     for index, op in enumerate(graph.ops):
-        before = {graph.maker[value] for value in graph.reads[index]}
+        before = {graph.maker[value] for value in graph.reads[index]} | set(graph.awaits[index])
         for _, old in op.updates:
             before |= {reader for reader in graph.readers[old] if reader < index}
-        if op.random:
-            before.add(last_draw)
-            last_draw = index
         waits.append(before - {-1, index})
     return waits

@@ -81,15 +81,11 @@ class Board:
         self.keeps = [  # bytes that each op leaves behind for others
             sum(self.bytes[value] for value in row if self.readers[value] or self.stays[value]) for row in self.makes
         ]
-        self.before: list[set[int]] = []  # makers of what is read, readers of what is written over, earlier draws
-        draws: set[int] = set()
+        self.before: list[set[int]] = []  # makers of what is read, readers of what is written over, earlier in channels
         for number, op in enumerate(self.ops):
-            wait = {graph.maker[value] for value in graph.reads[op]}
+            wait = {graph.maker[value] for value in graph.reads[op]} | set(graph.awaits[op])
             wait |= {reader for _, old in graph.effects[op] for reader in graph.readers[old]}
             self.before.append({place[other] for other in wait if other in place} - {number})
-            if graph.ops[op].random:
-                self.before[-1] |= draws
-                draws = {number}
         self.after: list[list[int]] = [[] for _ in self.ops]
         for number, wait in enumerate(self.before):
             for other in wait:

@@ -24,7 +24,7 @@ from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
 from lowtide.program import Plan, Program, Run
-from lowtide.simulate import simulate
+from lowtide.simulate import elapsed, simulate
 
 TIME_LIMIT = 6.0  # seconds of search
 CLOSE = 0.001  # of the step: a plan this near its bound needs no better bound
@@ -223,13 +223,18 @@ class Planning:
         return plain if len(self.order) <= SMALL and not self._fits(program, budget) else program
 
     def _seconds(self, program: Program) -> float:
-        return self.arrays.time(_sequence(program))
+        return elapsed(self.graph, self.costs, program)
 
     def _fits(self, program: Program, budget: int | None) -> bool:
         return budget is None or simulate(self.graph, self.costs, program).peak <= budget
 
     def _promise(self, program: Program, budget: int | None, bound: float, begun: float) -> Plan:
-        """The program, judged, with what it promises."""
+        """The program, judged, with what it promises.
+
+        Bounds are of recomputation. Where the graph offers copies instead, a program might do with none of it: the
+        bound is then the time of all ordinary ops.
+        """
+        bound = 0.0 if any(row.place != "device" for row in self.graph.alternatives) else bound
         simulation = simulate(self.graph, self.costs, program)
         check(self.graph, self.costs, program, budget=budget)
         return Plan(

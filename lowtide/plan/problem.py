@@ -258,7 +258,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         instead_of=np.array([reader for reader, _ in pairs_instead], np.int64),
         instead_op=np.array([op for _, op in pairs_instead], np.int64),
         required=np.array([value in graph.required for value in range(len(graph.values))], np.uint8),
-        pinned=np.array([bool(graph.effects[i]) or op.random for i, op in enumerate(graph.ops)], np.uint8),
+        pinned=np.array([bool(graph.effects[i] or op.channels) for i, op in enumerate(graph.ops)], np.uint8),
         repeatable=np.array([graph.repeatable(i) for i in range(len(graph.ops))], np.uint8),
         optional=np.array([op.optional for op in graph.ops], np.uint8),
         restoring=restoring,

@@ -67,6 +67,12 @@ def results(names: Names, graph: Graph, op: int, contents: dict[int, int], draw:
     return made
 
 
+def in_order(graph: Graph, one: int, other: int) -> bool:
+    """Whether first runs of two ops may not change places: a channel of both, or the whole world is looked at."""
+    first, second = set(graph.ops[one].channels), set(graph.ops[other].channels)
+    return bool(first & second) or bool(first and second and "handover" in first | second)
+
+
 def reference(names: Names, graph: Graph) -> dict[int, int]:
     """The content of every value when the ops run in the order of the graph."""
     contents = {item.value: names("input", item.value) for item in graph.inputs}
@@ -108,6 +114,7 @@ class Machine:
         self.heap = list(self.device.values())  # every cell of the device that was ever there
         self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
         self.draws: list[int] = []  # ops, in the order in which they drew
+        self.acts: list[int] = []  # ops of all channels, in the order in which they acted
         self.numbers: dict[int, int] = {}  # op -> which draw it was
         self.now, self.peak = -1, 0
 
@@ -159,6 +166,8 @@ class Machine:
         contents = {value: self.read(self.device[value]) for value in reads}
         if any(contents[value] != self.right[value] for value in reads):
             raise Wrong("an op reads something else than in the graph's order")
+        if graph.ops[op].channels and (not run.again or graph.ops[op].channels != ("generator",)):
+            self.acts.append(op)
         if graph.ops[op].random and not run.again:
             self.numbers[op] = len(self.draws)
             self.draws.append(op)
@@ -264,6 +273,10 @@ class Machine:
             raise Wrong("a copy is still running")
         if self.draws != [op for op, item in enumerate(graph.ops) if item.random]:
             raise Wrong("the generator is in another state")
+        if sorted(self.acts) != [op for op, item in enumerate(graph.ops) if item.channels]:
+            raise Wrong("something was done twice, or never")
+        if any(in_order(graph, op, other) and op > other for op, other in combinations(self.acts, 2)):
+            raise Wrong("things were done in another order")
         last = {graph.values[v].storage: v for v in sorted(self.right)}
         places = {last[storage]: self.lives[storage] for storage in self.kept}
         for value, place in (places | {output.value: output.home for output in graph.outputs}).items():
@@ -448,10 +461,17 @@ class History:
             yield "repeat before first"
         if run.again and lasting and not item.detachable:
             yield "side effect twice"
+        if before and set(item.channels) - {"generator"}:
+            yield "side effect twice"
         if before and not run.again:
             yield "side effect twice" if lasting else "random replay" if item.random else "not marked as repeat"
-        if item.random and not before and any(row.op > run.op and self.graph.ops[row.op].random for row in earlier):
-            yield "random replay"
+        for other in {row.op for row in earlier if row.op > run.op} if not before else ():
+            if item.random and self.graph.ops[other].random:
+                yield "random replay"
+            if in_order(self.graph, run.op, other) and {*item.channels, *self.graph.ops[other].channels} != {
+                "generator"
+            }:
+                yield "out of order"
 
     def same(self, one: int, other: int) -> bool:
         """Whether two values are contents of one storage."""
@@ -517,6 +537,8 @@ class History:
         ran = {row.op for row in self.rows if isinstance(row, Run)}
         if any(item.random and op not in ran for op, item in enumerate(graph.ops)):
             yield "random replay"
+        if any(set(item.channels) - {"generator"} and op not in ran for op, item in enumerate(graph.ops)):
+            yield "out of order"
         for value in range(len(graph.values)):
             written = any(value == old for op in graph.ops for _, old in op.updates)
             stays = any(item.stays and self.same(item.value, value) for item in graph.inputs) and not written
@@ -563,7 +585,7 @@ def frontier(graph: Graph, costs: Costs) -> list[tuple[int, float]]:
         if peak >= least.get(state, peak + 1) or (found and peak >= found[-1][0]):
             continue
         least[state] = peak
-        if graph.required <= state.there and all(op in state.ran for op in useful if graph.ops[op].random):
+        if graph.required <= state.there and all(op in state.ran for op in useful if graph.ops[op].channels):
             found.append((peak, seconds))
             continue
         steps = [(seconds, peak, after) for after in _releases(graph, costs, state)]
@@ -579,7 +601,7 @@ def frontier(graph: Graph, costs: Costs) -> list[tuple[int, float]]:
 
 def _useful(graph: Graph) -> set[int]:
     """The ops that can be needed for what must be there at the end."""
-    useful, more = set[int](), {op for op, item in enumerate(graph.ops) if item.random}
+    useful, more = set[int](), {op for op, item in enumerate(graph.ops) if item.channels}
     while True:
         useful |= more
         wanted = graph.required.union(*(graph.reads[op] for op in useful))
@@ -610,13 +632,15 @@ def _runs(graph: Graph, costs: Costs, state: State, op: int, useful: set[int]) -
     item, again = graph.ops[op], op in state.ran
     reads, makes = graph.reads_of(op, again=again), graph.makes_of(op, again=again)
     effects = () if again else graph.effects[op]
-    earlier_draws = {other for other in useful if graph.ops[other].random and other < op}
+    earlier = {other for other in useful if other < op and in_order(graph, op, other)}
     if not state.there.issuperset(reads) or (again and not graph.repeatable(op)):
         return
-    if item.random and not (op in state.saved if again else earlier_draws <= state.ran):
+    if item.random and again and op not in state.saved:
+        return
+    if not again and not earlier <= state.ran:
         return
     there = state.there - set(makes) - {old for _, old in effects}
-    ran = state.ran | {op} if item.random or graph.effects[op] else state.ran
+    ran = state.ran | {op} if item.channels or graph.effects[op] else state.ran
     can_go = [value for value in reads if not _lasting(graph, value)]
     for gone in (frozenset(some) for size in range(len(can_go) + 1) for some in combinations(can_go, size)):
         for saves in ({op}, set[int]()) if item.random and not again else (set[int](),):
@@ -643,8 +667,8 @@ def least_peak_of_orders(graph: Graph, costs: Costs) -> int:
     def waits(op: int) -> set[int]:
         makers = {graph.maker[value] for value in graph.reads[op]}
         readers = {reader for _, old in graph.effects[op] for reader in graph.readers[old]}
-        draws = {other for other in range(op) if graph.ops[op].random and graph.ops[other].random}
-        return (makers | readers | draws) - {-1, op}
+        acts = {other for other in range(op) if in_order(graph, op, other)}
+        return (makers | readers | acts) - {-1, op}
 
     def alive(done: frozenset[int]) -> set[int]:
         made = {value for op in done for value in graph.makes[op] if not _lasting(graph, value)}

@@ -7,13 +7,13 @@ thousands of examples cost seconds and a failing one shrinks to the smallest siz
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from itertools import combinations
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
-from lowtide.costs import Costs
+from lowtide.costs import Costs, lanes
 from lowtide.graph import Alternative, Arg, Constant, Graph, Input, Kind, Op, Output, Phase, Place, Read, Value, View
 from lowtide.program import Copy, Free, Instruction, Program, Run, Wait
 
@@ -94,7 +94,7 @@ def _make_op(random: Random, index: int, values: list[Value], current: dict[int,
         outputs=tuple(outputs),
         updates=tuple(updates),
         detachable=bool(updates) and random.random() < 0.5,
-        random=random.random() < 0.25,
+        channels=("generator",) if random.random() < 0.25 else (),
         phase=random.choice(("forward", "backward", "update")),
         module="layer.0",
         source=f"train.py:{index}",
@@ -133,9 +133,9 @@ def make_step(random: Random, size: int) -> Graph:
         values.extend(Value(f"v{n}", 64 * random.choice((1, 1, 2, 3)), "activation", n) for n in made)
         pairs = tuple((len(values) + n, old) for n, old in enumerate(updates))
         values.extend(dataclasses.replace(values[old], name=f"{values[old].name}+") for old in updates)
-        draws = not updates and random.random() < 0.1
+        draws = ("generator",) if not updates and random.random() < 0.1 else ()
         args = tuple(Read(value) for value in dict.fromkeys(reads))
-        ops.append(Op(f"op{len(ops)}", "made.up", args, (), tuple(made), pairs, random=draws, phase=phase))
+        ops.append(Op(f"op{len(ops)}", "made.up", args, (), tuple(made), pairs, channels=draws, phase=phase))
         return made
 
     states, gradient = [0], list[int]()
@@ -233,7 +233,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
         in_place=tuple(in_place),
         origin="measured",
         machine="made up",
-        bandwidth=(("host", 1e9), ("disk", 1e8)),
+        lanes=lanes((("host", 1e9), ("disk", 1e8))),
     )
 
 
@@ -336,16 +336,18 @@ class _Writer:
         needed = must_stay(graph)
         alive = set()
         for op in reversed(range(len(graph.ops))):
-            if graph.ops[op].random or needed & set(graph.makes[op]) or self.random.random() < 0.7:
+            if graph.ops[op].channels or needed & set(graph.makes[op]) or self.random.random() < 0.7:
                 alive.add(op)
                 needed |= set(graph.reads[op])
         before: dict[int, set[int]] = {op: {graph.maker[v] for v in graph.reads[op]} - {-1} for op in alive}
         for op in alive:
             for _, old in graph.effects[op]:
                 before[op] |= {reader for reader in graph.readers[old] if reader in alive and reader != op}
-        draws = sorted(op for op in alive if graph.ops[op].random)
-        for earlier, later in pairwise(draws):
-            before[later].add(earlier)
+        acts = sorted(op for op in alive if graph.ops[op].channels)
+        for earlier, later in combinations(acts, 2):
+            shared = set(graph.ops[earlier].channels) & set(graph.ops[later].channels)
+            if shared or "handover" in graph.ops[earlier].channels + graph.ops[later].channels:
+                before[later].add(earlier)
         done: list[int] = []
         shuffle = self.random.random() < 0.5
         while len(done) < len(alive):
@@ -677,6 +679,24 @@ def make_case(size: int, seed: int) -> Case:
     if arena:
         program = lay_out(random, graph, costs, program)
     return Case(size, seed, graph, costs, program)
+
+
+def with_channels(random: Random, graph: Graph) -> Graph:
+    """The graph with some ops that hand over, or act in groups; some of them draw as well."""
+    ops = list(graph.ops)
+    for index, op in enumerate(ops):
+        if not op.optional and random.random() < 0.3:
+            more = random.choice((("handover",), ("group:0",), ("group:1",), ("group:0", "group:1")))
+            ops[index] = dataclasses.replace(op, channels=(*op.channels, *more))
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def make_acting_case(size: int, seed: int) -> Case:
+    """A case with ops in several channels."""
+    random = Random(seed)
+    graph = with_channels(random, make_graph(random, size))
+    costs = make_costs(random, graph)
+    return Case(size, seed, graph, costs, make_program(random, graph, costs, wild=random.choice((0.0, 0.3, 0.6))))
 
 
 def make_away_case(size: int, seed: int) -> Case:

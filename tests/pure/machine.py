@@ -52,13 +52,25 @@ class Step:
             item.value: mix(b"input", str(item.value).encode(), nbytes=self.nbytes[item.value]) for item in graph.inputs
         }
         self.generator = SEED
+        self.world: dict[str, bytes] = {}
         for op in range(len(graph.ops)):
             self.contents = self.made(op, self.contents, self.generator) | self.contents
             self.generator = self.drawn(op, self.generator)
+            self.world = self.acted(op, self.world, self.generator)
 
     def drawn(self, op: int, generator: bytes) -> bytes:
         """The generator's state after a run."""
         return mix(self.calls[op], generator) if self.graph.ops[op].random else generator
+
+    def acted(self, op: int, world: dict[str, bytes], generator: bytes) -> dict[str, bytes]:
+        """What the world outside is after a run; code that is handed over to sees all of it, and changes all of it."""
+        channels = self.graph.ops[op].channels
+        if not channels:
+            return world
+        seen = {**world, "generator": generator} if "handover" in channels else world
+        before = [seen.get(channel, b"") for channel in (sorted(seen) if "handover" in channels else channels)]
+        after = mix(self.calls[op], world.get("handover", b""), *before)
+        return world | dict.fromkeys(channels, after)
 
     def made(self, op: int, contents: dict[int, bytes], generator: bytes) -> dict[int, bytes]:
         """What an op makes; of one that may run detached, outputs do not depend on what it updates for the caller."""
@@ -119,6 +131,7 @@ class Machine:
         self.away: dict[str, dict[int, Block]] = {"host": {}, "disk": {}}
         self.copies: dict[tuple[int, str], tuple[Block, Block, bytes]] = {}  # under way: from, to, what it was
         self.generator = SEED
+        self.world: dict[str, bytes] = {}
         self.states: dict[int, bytes] = {}  # random op -> the state that its repetitions go back to
         self.repeats = [row.op for row in program.instructions if isinstance(row, Run) and row.again]
         self.dirt = 0
@@ -205,6 +218,8 @@ class Machine:
         temporaries = self.allocate(extra, at[len(makes)]) if self.costs.extra[op] else Block(np.empty(0, np.uint8))
         contents = {value: self.device[value].memory.tobytes() for value in reads}
         made = self.step.made(op, contents, self.draw(run))
+        if not run.again or item.channels != ("generator",):
+            self.world = self.step.acted(op, self.world, self.generator)
         if item.optional and all(content == self.step.contents[value] for value, content in contents.items()):
             made = self.step.contents  # what optional ops are for
         for value, block in results.items():
@@ -310,3 +325,5 @@ class Machine:
                 raise Wrong(f"the caller's array has not become %{value}")
         if self.generator != self.step.generator:
             raise Wrong("the generator has another state")
+        if self.world != self.step.world:
+            raise Wrong("the world has another state")

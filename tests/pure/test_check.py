@@ -38,8 +38,8 @@ GRAPH = Graph(
         _op("linear", X, W, makes=H),
         _op("norm", H, RUNNING, makes=N, updates=((RUNNING2, RUNNING),), detachable=True),
         _op("relu", N, makes=R),
-        _op("drop", R, makes=D, random=True),
-        _op("noise", D, makes=E, random=True),
+        _op("drop", R, makes=D, channels=("generator",)),
+        _op("noise", D, makes=E, channels=("generator",)),
         _op("mean", E, makes=LOSS),
         _op("step", W, E, updates=((W2, W),)),
     ),
@@ -370,7 +370,7 @@ def test_refuses_another_graph() -> None:
 
 def test_refuses_random_ops_in_another_order() -> None:
     values = (_value("a", 4, "activation", 0), _value("b", 4, "activation", 1))
-    ops = (_op("first", makes=0, random=True), _op("second", makes=1, random=True))
+    ops = (_op("first", makes=0, channels=("generator",)), _op("second", makes=1, channels=("generator",)))
     graph = Graph(ops, values, (), (Output(0, "result", ()), Output(1, "result", ())))
     program = Program(graph.fingerprint, (Run(1), Run(0)))
     with pytest.raises(ProgramError) as caught:

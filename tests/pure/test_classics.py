@@ -105,7 +105,7 @@ def training_step(random: Random, layers: int) -> tuple[Graph, Costs]:
             (state,) = build.op("tanh", (state,), (build.values[state].nbytes,), "forward")
             tape.append((kind, (state,), -1, build.values[entering].nbytes))
         elif kind == "dropout":
-            (mask,) = build.op("bernoulli", (state,), (size(),), "forward", random=True)
+            (mask,) = build.op("bernoulli", (state,), (size(),), "forward", channels=("generator",))
             (state,) = build.op("mul", (state, mask), (build.values[state].nbytes,), "forward")
             tape.append((kind, (mask,), -1, build.values[entering].nbytes))
         elif kind == "norm":
@@ -317,7 +317,7 @@ def test_cheap_ops_are_told_by_their_names() -> None:
     names += ["relu_", "native_batch_norm", "add", "gelu", "cat", "bernoulli_"]
     build = Builder()
     for name in names:
-        build.op(name, (), (4,), "forward", random=name == "bernoulli_")
+        build.op(name, (), (4,), "forward", channels=("generator",) if name == "bernoulli_" else ())
     graph = build.graph([])
     assert [name for op, name in enumerate(names) if cheap(graph, op)] == [
         "relu_",

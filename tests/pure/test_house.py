@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lowtide"
 
 # The map of the house. Every file and folder of the package has its place here, and in CONTRIBUTING.md.
-NOUNS = {"graph", "costs", "program", "budget", "simulate", "check", "errors", "files", "tree"} | {
+NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", "errors", "files", "tree"} | {
     "captured",
     "guards",
     "changes",

@@ -8,7 +8,18 @@ from random import Random
 from typing import Any
 
 import pytest
-from graphs import Case, captured, lay_out, make_away_case, make_case, make_costs, make_graph, make_program, make_step
+from graphs import (
+    Case,
+    captured,
+    lay_out,
+    make_acting_case,
+    make_away_case,
+    make_case,
+    make_costs,
+    make_graph,
+    make_program,
+    make_step,
+)
 from machine import Machine, Step, Wrong
 from mutations import mutate
 from optional import make_optional_case
@@ -27,7 +38,7 @@ def any_case(seed: int) -> Case:
     if seed % 5 == 0:
         return make_optional_case(size, seed)
     if seed % 7 == 0:
-        return make_away_case(size, seed)
+        return make_away_case(size, seed) if seed % 2 else make_acting_case(size, seed)
     if seed % 5 > 2:
         return make_case(size, seed)
     random = Random(seed)

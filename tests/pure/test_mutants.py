@@ -6,12 +6,13 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from graphs import make_case
+from graphs import make_case, with_channels, with_homes
 from mutants import mutants, spoiled
 
 from lowtide.check import check
@@ -19,11 +20,13 @@ from lowtide.costs import Costs
 from lowtide.data.datasets import find
 from lowtide.data.store import look, opened
 from lowtide.errors import FileError, LowtideError
-from lowtide.graph import Graph
+from lowtide.graph import Alternative, Graph
 from lowtide.program import Plan, Program
 
 CASE = make_case(5, 20)
 PLAN = Plan(CASE.program, 10_000, 9_000, 1.5, 1.0, 1.25, 8_000, 0.5)
+RICH = with_channels(Random(1), with_homes(Random(1), CASE.graph))
+RICH = replace(RICH, alternatives=tuple(Alternative(value, value, "disk") for value in range(2)))
 FEW, MANY = 2_000, 100_000
 
 
@@ -65,6 +68,7 @@ def about(path: Path) -> None:
 
 FORMATS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], None]]] = {
     "graph": (CASE.graph.save, graph),
+    "rich graph": (RICH.save, graph),
     "costs": (CASE.costs.save, costs),
     "program": (CASE.program.save, program),
     "plan": (PLAN.save, plan),

@@ -220,7 +220,7 @@ def test_refuses_optional_ops_that_are_not(tmp_path: Path) -> None:
     pack = GRAPH.ops[PACK]
     broken = {
         "comes after ops that are": (pack, GRAPH.ops[MEAN]),
-        "draws from the generator": (dataclasses.replace(pack, random=True),),
+        "draws from the generator": (dataclasses.replace(pack, channels=("generator",)),),
         "updates values": (dataclasses.replace(pack, updates=((DH, INDICES),)),),
         "exists already": (dataclasses.replace(pack, outputs=(X,)),),
     }
@@ -330,7 +330,7 @@ def _dropout(draw: str = "aten.bernoulli_.float", scale: Arg = 0.9, dtype: str =
     return _graph(
         [
             _op("aten.empty_like.default", Read(0), makes=(1,)),
-            _op(draw, Read(1), 0.9, makes=(None,), updates=((2, 1),), random=True),
+            _op(draw, Read(1), 0.9, makes=(None,), updates=((2, 1),), channels=("generator",)),
             _op("aten.div_.Scalar", Read(2), scale, makes=(None,), updates=((3, 2),)),
             _op("aten.mul.Tensor", Read(0), Read(3), makes=(4,)),
             _op("aten.mul.Tensor", Read(4), Read(3), makes=(5,), phase="backward"),

@@ -11,7 +11,7 @@ from graphs import Case, captured, cases, lay_out, make_case, make_program
 from hypothesis import given, settings
 
 from lowtide.check import check
-from lowtide.costs import declared
+from lowtide.costs import declared, lanes
 from lowtide.graph import Graph, Input, Value
 from lowtide.program import Copy, Free, Program, Run, Wait
 from lowtide.simulate import simulate
@@ -49,7 +49,7 @@ def _agree(case: Case, program: Program) -> None:
 
 def test_a_copy_comes_from_the_host_if_it_is_there_or_else_from_the_disk() -> None:
     graph = Graph((), (Value("x", 100, "batch", 0),), (Input(0, ("x",)),), ())
-    costs = dataclasses.replace(declared(graph), bandwidth=(("host", 100.0), ("disk", 1.0)))
+    costs = dataclasses.replace(declared(graph), lanes=lanes((("host", 100.0), ("disk", 1.0))))
     there = (Copy(0, "host"), Wait(0, "host"), Copy(0, "disk"), Wait(0, "disk"), Free(0))
     back = (Copy(0, "device"), Wait(0, "device"))
     end = (Free(0, "host"), Free(0, "disk"))
