@@ -1,0 +1,177 @@
+"""Device -> Lanes: what copies to another place and back cost here, past any cache, and what they take from compute."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from lowtide import files
+from lowtide.costs import LANE, Direction, Lane
+from lowtide.device import Device, Flight, Store, disk, refuse_place
+from lowtide.device.mounts import file_system
+from lowtide.files.cache import own_folder, read_own, trim
+from lowtide.files.shapes import Misshapen, many, record, text
+from lowtide.graph import Place
+
+SIZES = tuple(2**power for power in (18, 20, 22, 24, 26))  # bytes: 256 KiB to 64 MiB
+ROUNDS = 5  # of each size, fewer where they take long
+SPENT = 0.2  # seconds after which a size is not tried again
+BESIDE = 0.25  # seconds of computation without copies, and with
+PIECE = 2**22  # bytes of a copy that runs beside computation
+MOST = 0.95  # of compute's speed: no copy takes all of it
+KEPT = record({"lanes": many(LANE), "sha256": text})
+
+
+def measure_lanes(
+    device: Device,
+    place: Place,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    cache: bool = True,
+) -> tuple[Lane, ...]:
+    """The lanes between a device and a place, out and in; for the disk, that of this folder. About 3 seconds."""
+    refuse_place(device, place)
+    path = _path(device, place, folder)
+    found = _read(path) if cache else None
+    if found is None:
+        found = _measure(device, place, folder, progress)
+        if cache:
+            _write(path, found)
+    return found
+
+
+def fit(samples: list[tuple[int, float]]) -> tuple[float, float]:
+    """Latency and bytes a second that come closest to (bytes, seconds), in parts of each; neither is below zero."""
+    nbytes, seconds = (np.array(column, float) for column in zip(*samples, strict=True))
+    rows = np.stack((1 / seconds, nbytes / seconds), axis=1)
+    latency, slope = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, float(np.median(seconds / nbytes))
+    return float(latency), float(1 / slope)
+
+
+def _measure(
+    device: Device, place: Place, folder: str | os.PathLike[str] | None, progress: Callable[[int, int], None] | None
+) -> tuple[Lane, ...]:
+    sizes = [size for size in SIZES if size <= device.free_bytes() // 4] or [SIZES[0]]
+    store = device.stores[place](sizes[-1], folder)
+    source = torch.ones(sizes[-1], dtype=torch.uint8)
+    total, done = 2 * (len(sizes) + 1), 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    try:
+        store.write(0, source).wait()  # what is written for the first time takes longer
+        found = []
+        for direction in get_args(Direction):
+            samples = []
+            for size in sizes:
+                samples.append((size, _seconds(device, _copy(store, direction, source[:size]))))
+                tell()
+            latency, rate = fit(samples)
+            found.append(Lane(place, direction, latency, rate, _takes(device, store, direction, source, rate)))
+            tell()
+    finally:
+        store.settle()
+        store.close()
+    return tuple(found)
+
+
+def _copy(store: Store, direction: Direction, tensor: torch.Tensor) -> Callable[[], Flight]:
+    return lambda: store.write(0, tensor) if direction == "out" else store.read(0, tensor)
+
+
+def _seconds(device: Device, start: Callable[[], Flight]) -> float:
+    """The median time of a copy."""
+    times: list[float] = []
+    while len(times) < ROUNDS and (len(times) < 2 or sum(times) < SPENT):
+        device.synchronise()
+        before = device.clock()
+        start().wait()
+        times.append(device.clock() - before)
+    return median(times)
+
+
+def _takes(device: Device, store: Store, direction: Direction, tensor: torch.Tensor, rate: float) -> float:
+    """The part of compute's speed that is gone while copies run: of a product and of an op on each element."""
+    work = _work()
+    alone = _speed(device, work, BESIDE)
+    piece = tensor[:PIECE]
+    copies = max(2, round(1.5 * BESIDE * rate / len(piece)))
+    flights = [_copy(store, direction, piece)() for _ in range(copies)]
+    beside = _speed(device, work, BESIDE)
+    store.settle()  # what is still to come is not needed
+    del flights
+    return min(MOST, max(0.0, 1 - beside / alone))
+
+
+def _work() -> Callable[[], None]:
+    matrix, many_elements, result = torch.ones(192, 192), torch.ones(2**18), torch.empty(2**18)
+    product = torch.empty(192, 192)
+
+    def work() -> None:
+        torch.mm(matrix, matrix, out=product)
+        torch.mul(many_elements, 0.5, out=result)
+
+    return work
+
+
+def _speed(device: Device, work: Callable[[], None], seconds: float) -> float:
+    """Runs a second."""
+    work()
+    device.synchronise()
+    start, runs = device.clock(), 0
+    while device.clock() - start < seconds:
+        work()
+        device.synchronise()
+        runs += 1
+    return runs / (device.clock() - start)
+
+
+# ----------------------------------------------------------------------------------------------------------- the cache
+
+
+def _path(device: Device, place: Place, folder: str | os.PathLike[str] | None) -> Path:
+    """The file of what was measured: of this machine and, for the disk, of the one that the folder is on."""
+    where: list[Any] = [place]
+    if place == "disk":
+        chosen = disk.choose_folder(folder)
+        where += [os.stat(chosen).st_dev, file_system(chosen)]
+    how = [Path(file).read_text(encoding="utf-8") for file in (__file__, disk.__file__)]
+    return own_folder() / f"lanes-{files.digest([device.name, device.model(), *where, *how])[:16]}.json"
+
+
+def _read(path: Path) -> tuple[Lane, ...] | None:
+    """What was measured before, if it is as it was written."""
+    content = read_own(path)
+    try:
+        data: Any = files.parse(content.decode("utf-8")) if content is not None else None
+        found: Any = KEPT(data)
+    except (ValueError, Misshapen):
+        return None
+    if files.digest([path.name, data["lanes"]]) != found["sha256"]:
+        return None
+    return tuple(found["lanes"])
+
+
+def _write(path: Path, lanes: tuple[Lane, ...]) -> None:
+    """Keep it; a folder that cannot be written is no failure."""
+    rows = [[lane.place, lane.direction, lane.latency, lane.rate, lane.takes] for lane in lanes]
+    content = {"lanes": rows, "sha256": files.digest([path.name, rows])}
+    try:
+        files.write_atomically(path, json.dumps(content, allow_nan=False), mode=0o600)
+        trim(path.parent, spare=path)
+    except (OSError, ValueError):
+        return
