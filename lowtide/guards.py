@@ -31,7 +31,7 @@ class Place:
         """What is there now, or MISSING."""
         holder, key = self.holder, self.key
         if isinstance(holder, dict):
-            return holder.get(key, MISSING)
+            return dict.get(holder, key, MISSING)  # a class of the user's may have a `get` of its own
         try:
             if isinstance(holder, CellType):
                 return holder.cell_contents
