@@ -310,7 +310,7 @@ def test_what_it_can_not_do_is_refused() -> None:
     with pytest.raises(lowtide.UsageError, match="a generator or a coroutine"):
         lowtide.recompute(lambda x: (yield x))
     for wrong in (3, int, torch.ones(1)):
-        with pytest.raises(lowtide.UsageError, match="takes a function or an nn.Module"):
+        with pytest.raises(lowtide.UsageError, match=r"takes a function or an nn\.Module"):
             lowtide.recompute(wrong)  # type: ignore[type-var]
 
 
