@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -65,8 +65,7 @@ def recompute(function: F) -> F:
         function.forward = _forgetting(function.forward, function.__qualname__)
         return function
     if isinstance(function, nn.Module):
-        module: Any = function
-        kind: Any = type(module)
+        module, kind = cast(Any, function), cast(Any, type(function))
         module.__class__ = _forgetful_class(kind)
         return function
     if not callable(function) or isinstance(function, type):
