@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,15 @@ from lowtide import tree
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
 from lowtide.execute import Half, Halves
-from lowtide.fit import CostsFrom, Fitted, Tell
+from lowtide.fit import KEPT, CostsFrom, Fitted, Tell
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 
+# How a gradient comes back: laid out as its output, in the order of its sizes, one number for all, or with these
+# strides; None: not at all, for the loss does not use that output.
+Named = Literal["alike", "contiguous", "expanded"]
+Habit = Named | tuple[int, ...] | None
+NAMED: tuple[Named, ...] = get_args(Named)
 PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # of a Module
 
 
@@ -80,7 +85,8 @@ class Wrapped(nn.Module):
         _refuse_autocast()
         half: Half = self.fitted(*_detached((args, kwargs)))
         ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        roots = _Turn.apply(half, ends, *_sources(self.unwrapped, args, kwargs))  # type: ignore[no-untyped-call]
+        sources = _sources(self.unwrapped, args, kwargs)
+        roots = _Turn.apply(half, ends.roots, self.fitted, *sources)  # type: ignore[no-untyped-call]
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -123,10 +129,37 @@ class Wrapped(nn.Module):
 
 
 class _Halved(Fitted):
-    """A step with a turn."""
+    """A step with a turn; it is planned for the gradients that come back there as they came the last time."""
+
+    _habits: tuple[Habit, ...] = ()
+
+    def meet(self, half: Half, given: Sequence[Tensor | None]) -> Half:
+        """The half by a program for gradients like these: where it is another program, the forward runs again."""
+        strides = tuple(None if one is None else tuple(one.stride()) for one in given)
+        if half.done or _strides_of(half.captured) == strides:
+            return half
+        outputs = half.outputs[: len(given)]
+        self._habits = tuple(_habit(one, output) for one, output in zip(given, outputs, strict=True))
+        with half.rewound():
+            if not half.runner.fits(half.batch):
+                raise UsageError(
+                    "what the model's forward reads changed between forward and backward, and the loss uses the "
+                    "model's outputs otherwise than before, so the forward would have to run again.",
+                    hint="change it after backward(); or call the model again, now that this use of it is known.",
+                )
+            known = (fit for fit in self._fits if _strides_of(fit.runner.captured) == strides)
+            fit = next((fit for fit in known if fit.runner.fits(half.batch)), None)  # type: ignore[attr-defined]
+            if fit is None:
+                self._tell("the loss uses the model's outputs otherwise than before: the step is captured anew")
+                fit = self._make(half.batch)
+            else:
+                self._fits.remove(fit)
+        self._fits.insert(0, fit)
+        del self._fits[KEPT:]
+        return half.again(fit.runner)  # type: ignore[arg-type]
 
     def _capture(self, batch: tuple[Any, ...]) -> Captured:
-        captured = self._trace(self._step(), None, batch)
+        captured = self._trace(self._step(self._habits), None, batch)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
             raise CaptureError(
@@ -152,7 +185,7 @@ class _Ends:
     roots: int  # how many have a history
     structure: tree.Tree
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
-    reach: tuple[frozenset[int], ...]  # for each with a history the sources, by place, that it depends on
+    strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -162,8 +195,9 @@ class _Ends:
 class _Whole:
     """The step that is planned: forward, turn, backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, habits: tuple[Habit, ...]) -> None:
         self.ends: _Ends | None = None  # known after it was traced
+        self._habits = habits
         self._mark = torch.zeros(1)  # what the turn writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,10 +214,16 @@ class _Whole:
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
         sources = _sources(model, args, kwargs)
         handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
-        self.ends = _Ends(len(roots), structure, handed, tuple(_reach(root, sources) for root in roots))
+        habits: list[Habit] = ["alike" for _ in roots]
+        if len(self._habits) == len(roots):
+            habits = list(self._habits)
+        strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
+        self.ends = _Ends(len(roots), structure, handed, strides)
+        used = [place for place, one in enumerate(strides) if one is not None]
         with torch.no_grad():
-            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
-        gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
+            steps = [step for one in strides if one is not None for step in one]
+            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()], used, steps)
+        gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
         return roots, others, gradients, given
 
 
@@ -191,39 +231,53 @@ class _Turn(torch.autograd.Function):
     """A step in halves, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, half: Half, ends: _Ends, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.half, ctx.ends = half, ends
+    def forward(ctx: Any, half: Half, roots: int, fitted: _Halved, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.half, ctx.fitted = half, fitted
         ctx.set_materialize_grads(False)
         # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
-        return tuple(output.detach() for output in half.outputs[: ends.roots])
+        return tuple(output.detach() for output in half.outputs[:roots])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
-        reached = frozenset().union(*(ctx.ends.reach[place] for place, one in enumerate(given) if one is not None))
-        outputs = ctx.half.outputs[: len(given)] or [None] * len(given)  # none after its backward, and it says so then
-        filled = [
-            torch.zeros_like(at) if one is None and at is not None else one
-            for one, at in zip(given, outputs, strict=True)
-        ]
-        _, _, gradients, _ = ctx.half.finish(filled)
-        return None, None, *(one if place in reached else None for place, one in enumerate(gradients))
+        found = [one for one in given if one is not None]
+        if not found:
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.half = ctx.fitted.meet(ctx.half, given)
+        _, _, gradients, _ = ctx.half.finish(found)
+        return None, None, None, *gradients
 
 
-def _reach(root: Tensor, sources: Sequence[Tensor]) -> frozenset[int]:
-    """The places of those sources that a tensor was made from."""
-    places = {id(source): place for place, source in enumerate(sources)}
-    found, seen, waiting = {places[id(root)]} if id(root) in places else set(), set(), [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        place = places.get(id(getattr(node, "variable", None)))
-        found |= set() if place is None else {place}
-        waiting += [following for following, _ in node.next_functions]
-    return frozenset(found)
+def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
+    """How the gradients come that a step is planned for."""
+    return captured.step.ends.strides  # type: ignore[attr-defined, no-any-return]
+
+
+def _habit(gradient: Tensor | None, output: Tensor) -> Habit:
+    """How a gradient came, so that it is known for outputs of other sizes, too."""
+    if gradient is None:
+        return None
+    stride = tuple(gradient.stride())
+    for habit in NAMED:
+        if _strides(habit, output) == stride:
+            return habit
+    return stride
+
+
+def _strides(habit: Habit, output: Tensor) -> tuple[int, ...] | None:
+    """The strides of the gradient of an output."""
+    match habit:
+        case "alike":
+            return tuple(torch.empty_like(output, device="meta").stride())
+        case "contiguous":
+            return tuple(torch.empty(output.shape, device="meta").stride())
+        case "expanded":
+            return (0,) * output.dim()
+        case tuple() if len(habit) != output.dim():
+            return _strides("alike", output)
+        case _:
+            return habit
 
 
 def _sources(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -35,7 +35,7 @@ class Binding:
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
         self.state_watch: Callable[[list[Any]], int | None] | None = None  # made when the state is there
-        self.told = False  # the effects of the step are done already
+        self.told = False  # the step's effects and new buffers are there before its end
         self.rebinds = any(output.role == "buffer" for output in graph.outputs)
         self.tensors = self.present()
         self.tensor_watch = private.tensor_watch(self.tensors)
@@ -145,7 +145,7 @@ class Binding:
             if output.role == "gradient":
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key].grad = tensor
-            elif output.role == "buffer":
+            elif output.role == "buffer" and not self.told:
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key] = tensor
         if self.updates:
@@ -161,7 +161,6 @@ class Binding:
         if self.captured.effects:
             _, left = self.results((None,) * len(self.captured.graph.outputs))
             repeat(self.captured.effects, left)
-        self.told = True
 
     def results(self, outputs: Sequence[Any]) -> Any:
         """What the step returns, and what its effects leave behind."""
