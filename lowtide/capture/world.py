@@ -25,7 +25,7 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide.guards import MISSING, Effect, Place
+from lowtide.guards import MISSING, Effect, Place, content_of
 
 MANY = 1000  # items of a container that are looked into
 MOST = 30_000  # objects that are looked at from one name
@@ -104,9 +104,8 @@ class World:
             case torch.optim.Optimizer():
                 yield from self._object(value, value.__dict__, name, without=("param_groups", "state", "defaults"))
             case dict():
-                yield from self._hold(
-                    value, dict(value), name, ((item, f"{name}[{key!r}]") for key, item in value.items())
-                )
+                before = content_of(value)
+                yield from self._hold(value, before, name, ((item, f"{name}[{key!r}]") for key, item in before.items()))
             case list() | collections.deque():
                 yield from self._hold(value, list(value), name, _numbered(value, name))
             case set() | bytearray():
@@ -222,7 +221,7 @@ def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
 
     match holder:
         case dict() | type():
-            now = own_names(holder) if isinstance(holder, type) else holder
+            now = own_names(holder) if isinstance(holder, type) else content_of(holder)
             for key, item in now.items():
                 if before.get(key, MISSING) is not item and key not in held.ignored:
                     yield Effect("put", Place(holder, key, dot(key))), item

@@ -69,6 +69,7 @@ class Half:
     _stack: ExitStack | None = None  # one that is not made yet, or was interrupted before, holds nothing
     _program: Generator[list[Any], list[Any], list[Any]] | None = None
     inputs: dict[tuple[Any, ...], Any]  # what it was given
+    _places: list[tuple[Place, Any]]  # where it put something into Python objects, and what was there before
 
     def __init__(self, runner: Halves, batch: tuple[Any, ...], *, before: Half | None = None) -> None:
         self.captured, self.batch = runner.captured, batch

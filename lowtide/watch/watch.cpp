@@ -6,12 +6,14 @@ extern "C" {
 
 void* PyDict_GetItemWithError(void* mapping, void* key);  // borrowed; null: nothing there
 std::intptr_t PyDict_Size(void* mapping);
+int PyDict_Next(void* mapping, std::intptr_t* position, void** key, void** value);
 void PyErr_Clear();
 
 // The number of the first entry that is not what it was, `entries` plus that of the first mapping whose size is not,
-// or -1. A value of null stands for nothing.
+// or -1. A value of null stands for nothing. `order` are the keys of all mappings whose order counts, in a row, and
+// `ordered` for each mapping how many of them are its own.
 std::int64_t lowtide_same(void** holders, void** keys, void** values, std::int64_t entries, void** mappings,
-                          const std::int64_t* sizes, std::int64_t count) {
+                          const std::int64_t* sizes, std::int64_t count, void** order, const std::int64_t* ordered) {
   for (std::int64_t i = 0; i < entries; ++i) {
     void* now = PyDict_GetItemWithError(holders[i], keys[i]);
     if (now != values[i]) {
@@ -19,8 +21,13 @@ std::int64_t lowtide_same(void** holders, void** keys, void** values, std::int64
       return i;
     }
   }
-  for (std::int64_t i = 0; i < count; ++i)
+  for (std::int64_t i = 0; i < count; ++i) {
     if (PyDict_Size(mappings[i]) != sizes[i]) return entries + i;
+    std::intptr_t position = 0;
+    void* key = nullptr;
+    for (std::int64_t j = 0; j < ordered[i]; ++j)
+      if (!PyDict_Next(mappings[i], &position, &key, nullptr) || key != *order++) return entries + i;
+  }
   return -1;
 }
 }
