@@ -7,6 +7,7 @@ with the gradients that it comes back with. To autograd all of it is one functio
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
 from lowtide.execute import Half, Halves
@@ -132,6 +133,35 @@ class _Halved(Fitted):
     """A step with a turn; it is planned for the gradients that come back there as they came the last time."""
 
     _habits: tuple[Habit, ...] = ()
+    _waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
+
+    def __call__(self, *batch: Any) -> Any:
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = ()
+        return super().__call__(*batch)
+
+    def alone(self, node: Any, output: int, gradient: Tensor) -> None:
+        """Let autograd's next node refuse to go on if others add to a gradient that is a sum already.
+
+        Eager adds all of it up one by one, in another order than a sum of sums, and would round otherwise.
+        """
+        expected = gradient.data_ptr(), private.version_of(gradient)
+
+        def check(found: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            given = found[output]
+            if given is None or (given.data_ptr(), private.version_of(given)) != expected:
+                raise UsageError(
+                    "a tensor that the wrapped model uses several times (a tied weight, an input) has another gradient "
+                    "from elsewhere in the same backward: eager would add them up in another order, and the last bits "
+                    "would differ. Some gradients of this backward are there, some are not.",
+                    hint="clear them by zero_grad(); then give the whole step to lowtide.fit, or let one call of the "
+                    "model do all (one batch for both calls, a penalty on weights as part of its forward).",
+                )
+
+        handle = node.register_prehook(check)
+        self._waiting += (handle,)
 
     def meet(self, half: Half, given: Sequence[Tensor | None]) -> Half:
         """The half by a program for gradients like these: where it is another program, the forward runs again."""
@@ -186,6 +216,7 @@ class _Ends:
     structure: tree.Tree
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
     strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
+    shared: frozenset[int]  # the sources, by place, whose gradient is a sum of several
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -218,8 +249,9 @@ class _Whole:
         if len(self._habits) == len(roots):
             habits = list(self._habits)
         strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
-        self.ends = _Ends(len(roots), structure, handed, strides)
         used = [place for place, one in enumerate(strides) if one is not None]
+        shared = _shared([roots[place] for place in used], sources)
+        self.ends = _Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
             given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()], used, steps)
@@ -246,7 +278,26 @@ class _Turn(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         ctx.half = ctx.fitted.meet(ctx.half, given)
         _, _, gradients, _ = ctx.half.finish(found)
+        for place in ctx.half.captured.step.ends.shared:
+            ctx.fitted.alone(*ctx.next_functions[place], gradients[place])
         return None, None, None, *gradients
+
+
+def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
+    """The places of those sources that autograd adds up several gradients of."""
+    places = {id(source): place for place, source in enumerate(sources)}
+    uses = Counter(places[id(root)] for root in roots if id(root) in places)
+    seen, waiting = set(), [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            waiting.append(following)
+            place = places.get(id(getattr(following, "variable", None)))
+            uses.update(() if place is None else (place,))
+    return frozenset(place for place, count in uses.items() if count > 1)
 
 
 def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
