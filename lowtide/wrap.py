@@ -270,9 +270,13 @@ class _Turn(torch.autograd.Function):
         return tuple(output.detach() for output in half.outputs[:roots])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient is asked for (create_graph=True), which a wrapped model does not have.",
+                hint="leave create_graph out, or give the whole step, penalty and all, to lowtide.fit.",
+            )
         found = [one for one in given if one is not None]
         if not found:
             return (None,) * len(ctx.needs_input_grad)

@@ -130,6 +130,16 @@ def test_an_output_that_is_not_used_has_no_say() -> None:
     alike(model, net, lambda one: (one(x)[0] + one(x)[1].detach()).sum().backward(), 3)
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    model, mirror = pair(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = torch.randn(3, 4, requires_grad=True)
+    net = wrap(mirror, x)
+    found = net(x)
+    with pytest.raises(lowtide.LowtideError, match="gradient of a gradient"):  # it had none, in silence
+        (found.sum() + torch.autograd.grad(found.sum(), x, create_graph=True)[0].square().sum()).backward()
+    alike(model, net, lambda one: one(x.detach()).sum().backward(), 0)
+
+
 def test_a_forward_that_can_not_run_again_is_refused() -> None:
     _, mirror = pair(Net)
     net = wrap(mirror, X)
