@@ -8,6 +8,7 @@ after each step, with the numbers of that step.
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CellType
@@ -58,6 +59,16 @@ class Place:
             del self.holder[self.key]
         else:
             delattr(self.holder, self.key)
+
+
+def keys_of(mapping: dict[Any, Any]) -> tuple[Any, ...]:
+    """The keys of a mapping in their order, whatever methods its class has."""
+    return tuple(OrderedDict.keys(mapping) if isinstance(mapping, OrderedDict) else dict.keys(mapping))
+
+
+def content_of(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """What is in a mapping, whatever methods its class has."""
+    return {key: dict.get(mapping, key) for key in keys_of(mapping)}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

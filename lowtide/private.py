@@ -59,6 +59,8 @@ try:
     flop_registry = flop_counter.flop_registry
     # A program runs aten's kernels as they are: there is no graph of autograd to make.
     below_autograd = torch._C._AutoDispatchBelowAutograd
+    # What is put back after a forward was run again is no change of the caller's.
+    preserving_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
     # The meta tensor inside a stand-in is made while modes are on.
     without_dispatch = torch._C._DisableTorchDispatch
     # A stand-in takes the place of a parameter in the caller's own object, and gives it back.

@@ -6,22 +6,28 @@ with the gradients that it comes back with. To autograd all of it is one functio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lowtide import tree
+from lowtide import private, tree
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
 from lowtide.execute import Half, Halves
-from lowtide.fit import CostsFrom, Fitted, Manner, PlanFrom, Request, Tell
+from lowtide.fit import CostsFrom, Fit, Fitted, Manner, PlanFrom, Request, Tell
 from lowtide.guards import Place
 from lowtide.plan import TIME_LIMIT
 
+# How a gradient comes back: laid out as its output, in the order of its sizes, one number for all, or with these
+# strides; None: not at all, for the loss does not use that output.
+Named = Literal["alike", "contiguous", "expanded"]
+Habit = Named | tuple[int, ...] | None
+NAMED: tuple[Named, ...] = get_args(Named)
 PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # of a Module
 
 
@@ -56,7 +62,7 @@ def wrap(
     _refuse_autocast()
     batch = (example, {}) if isinstance(example, tuple) else ((), dict(example))
     request = Request(model, model, budget=budget, plan=plan, time_limit=time_limit, costs=costs, tell=tell)
-    return Wrapped(model, Fitted(request, _detached(batch), IN_HALVES))
+    return Wrapped(model, _Loop(request, _detached(batch)))
 
 
 class Wrapped(nn.Module):
@@ -64,23 +70,25 @@ class Wrapped(nn.Module):
 
     unwrapped: nn.Module
     fitted: Fitted  # what runs it, with its plan, its peak and its report
+    _loop: _Loop
 
-    def __init__(self, model: nn.Module, fitted: Fitted) -> None:
+    def __init__(self, model: nn.Module, loop: _Loop) -> None:
         mode = model.training
         self.__dict__["unwrapped"] = model  # past Module, which would make it a part
         super().__init__()
         self.__dict__.update({name: model.__dict__[name] for name in PARTS})
         self.training = mode
-        self.fitted = fitted
+        self._loop, self.fitted = loop, loop.fitted
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of these arguments; under `torch.no_grad()` the model itself does it."""
         if not torch.is_grad_enabled():
             return self.unwrapped(*args, **kwargs)
         _refuse_autocast()
-        half: Half = self.fitted(*_detached((args, kwargs)))
+        half = self._loop.begin(_detached((args, kwargs)))
         ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        roots = _Turn.apply(half, ends, *_sources(self.unwrapped, args, kwargs))  # type: ignore[no-untyped-call]
+        sources = _sources(self.unwrapped, args, kwargs)
+        roots = _Turn.apply(half, ends.roots, self._loop, *sources)  # type: ignore[no-untyped-call]
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -122,6 +130,82 @@ class Wrapped(nn.Module):
         )
 
 
+class _Loop:
+    """A step with a turn in the caller's loop, planned for gradients that come back as they came the last time."""
+
+    def __init__(self, request: Request, example: tuple[Any, ...]) -> None:
+        self._habits: tuple[Habit, ...] = ()
+        self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
+        alone = "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager."
+        self.fitted = Fitted(request, example, Manner(self._capture, Halves, alone))
+
+    def begin(self, batch: tuple[Any, ...]) -> Half:
+        """The first half of a step."""
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = ()
+        half: Half = self.fitted(*batch)
+        return half
+
+    def alone(self, node: Any, output: int, gradient: Tensor) -> None:
+        """Let autograd's next node refuse to go on if others add to a gradient that is a sum already.
+
+        Eager adds all of it up one by one, in another order than a sum of sums, and would round otherwise.
+        """
+        expected = gradient.data_ptr(), private.version_of(gradient)
+
+        def check(found: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            given = found[output]
+            if given is None or (given.data_ptr(), private.version_of(given)) != expected:
+                raise UsageError(
+                    "a tensor that the wrapped model uses several times (a tied weight, an input) has another gradient "
+                    "from elsewhere in the same backward: eager would add them up in another order, and the last bits "
+                    "would differ. Some gradients of this backward are there, some are not.",
+                    hint="clear them by zero_grad(); then give the whole step to lowtide.fit, or let one call of the "
+                    "model do all (one batch for both calls, a penalty on weights as part of its forward).",
+                )
+
+        handle = node.register_prehook(check)
+        self._waiting += (handle,)
+
+    def meet(self, half: Half, given: Sequence[Tensor | None]) -> Half:
+        """The half by a program for gradients like these: where it is another program, the forward runs again."""
+        strides = tuple(None if one is None else tuple(one.stride()) for one in given)
+        if half.done or _strides_of(half.captured) == strides:
+            return half
+        outputs = half.outputs[: len(given)]
+        self._habits = tuple(_habit(one, output) for one, output in zip(given, outputs, strict=True))
+
+        def suits(fit: Fit) -> bool:
+            return _strides_of(fit.runner.captured) == strides and _halves(fit).fits(half.batch)
+
+        with half.rewound():
+            if not half.halves.fits(half.batch):
+                raise UsageError(
+                    "what the model's forward reads changed between forward and backward, and the loss uses the "
+                    "model's outputs otherwise than before, so the forward would have to run again.",
+                    hint="change it after backward(); or call the model again, now that this use of it is known.",
+                )
+            fit = self.fitted.find(half.batch, suits, "the loss uses the model's outputs otherwise than before")
+        return half.again(_halves(fit))
+
+    def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
+        captured = capture(_Whole(self._habits), request.model, None, batch, numbers=numbers)
+        if not captured.foreseen:
+            names = ", ".join(effect.place.name for effect in captured.effects[:4])
+            raise CaptureError(
+                f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
+                hint="return it from the forward, or give the whole step to lowtide.fit.",
+            )
+        return replace(captured, gradients={}, trained=())  # gradients are autograd's business
+
+
+def _halves(fit: Fit) -> Halves:
+    assert isinstance(fit.call, Halves)
+    return fit.call
+
+
 @dataclass(frozen=True)
 class _Ends:
     """What a model returns: its tensors, those with a history first, and where they go."""
@@ -129,7 +213,8 @@ class _Ends:
     roots: int  # how many have a history
     structure: tree.Tree
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
-    reach: tuple[frozenset[int], ...]  # for each with a history the sources, by place, that it depends on
+    strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
+    shared: frozenset[int]  # the sources, by place, whose gradient is a sum of several
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -139,8 +224,9 @@ class _Ends:
 class _Whole:
     """The step that is planned: forward, turn, backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, habits: tuple[Habit, ...]) -> None:
         self.ends: _Ends | None = None  # known after it was traced
+        self._habits = habits
         self._mark = torch.zeros(1)  # what the turn writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,68 +243,94 @@ class _Whole:
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
         sources = _sources(model, args, kwargs)
         handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
-        self.ends = _Ends(len(roots), structure, handed, tuple(_reach(root, sources) for root in roots))
+        habits: list[Habit] = ["alike" for _ in roots]
+        if len(self._habits) == len(roots):
+            habits = list(self._habits)
+        strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
+        used = [place for place, one in enumerate(strides) if one is not None]
+        shared = _shared([roots[place] for place in used], sources)
+        self.ends = _Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
-            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()])
-        gradients = torch.autograd.grad(roots, sources, given, allow_unused=True)
+            steps = [step for one in strides if one is not None for step in one]
+            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()], used, steps)
+        gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
         return roots, others, gradients, given
-
-
-def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
-    captured = capture(_Whole(), request.model, None, batch, numbers=numbers)
-    if not captured.foreseen:
-        names = ", ".join(effect.place.name for effect in captured.effects[:4])
-        raise CaptureError(
-            f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
-            hint="return it from the forward, or give the whole step to lowtide.fit.",
-        )
-    return replace(captured, gradients={}, trained=())  # gradients are autograd's business
-
-
-IN_HALVES = Manner(
-    _capture_whole,
-    lambda runner: Halves(runner).run,
-    "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager.",
-)
 
 
 class _Turn(torch.autograd.Function):
     """A step in halves, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, half: Half, ends: _Ends, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.half, ctx.ends = half, ends
+    def forward(ctx: Any, half: Half, roots: int, loop: _Loop, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.half, ctx.loop = half, loop
         ctx.set_materialize_grads(False)
         # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
-        return tuple(output.detach() for output in half.outputs[: ends.roots])
+        return tuple(output.detach() for output in half.outputs[:roots])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
-        reached = frozenset().union(*(ctx.ends.reach[place] for place, one in enumerate(given) if one is not None))
-        outputs = ctx.half.outputs[: len(given)] or [None] * len(given)  # none after its backward, and it says so then
-        filled = [
-            torch.zeros_like(at) if one is None and at is not None else one
-            for one, at in zip(given, outputs, strict=True)
-        ]
-        _, _, gradients, _ = ctx.half.finish(filled)
-        return None, None, *(one if place in reached else None for place, one in enumerate(gradients))
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient is asked for (create_graph=True), which a wrapped model does not have.",
+                hint="leave create_graph out, or give the whole step, penalty and all, to lowtide.fit.",
+            )
+        found = [one for one in given if one is not None]
+        if not found:
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.half = ctx.loop.meet(ctx.half, given)
+        _, _, gradients, _ = ctx.half.finish(found)
+        for place in ctx.half.captured.step.ends.shared:
+            ctx.loop.alone(*ctx.next_functions[place], gradients[place])
+        return None, None, None, *gradients
 
 
-def _reach(root: Tensor, sources: Sequence[Tensor]) -> frozenset[int]:
-    """The places of those sources that a tensor was made from."""
+def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
+    """The places of those sources that autograd adds up several gradients of."""
     places = {id(source): place for place, source in enumerate(sources)}
-    found, seen, waiting = {places[id(root)]} if id(root) in places else set(), set(), [root.grad_fn]
+    uses = Counter(places[id(root)] for root in roots if id(root) in places)
+    seen, waiting = set(), [root.grad_fn for root in roots]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        place = places.get(id(getattr(node, "variable", None)))
-        found |= set() if place is None else {place}
-        waiting += [following for following, _ in node.next_functions]
-    return frozenset(found)
+        for following, _ in node.next_functions:
+            waiting.append(following)
+            place = places.get(id(getattr(following, "variable", None)))
+            uses.update(() if place is None else (place,))
+    return frozenset(place for place, count in uses.items() if count > 1)
+
+
+def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
+    """How the gradients come that a step is planned for."""
+    return captured.step.ends.strides  # type: ignore[attr-defined, no-any-return]
+
+
+def _habit(gradient: Tensor | None, output: Tensor) -> Habit:
+    """How a gradient came, so that it is known for outputs of other sizes, too."""
+    if gradient is None:
+        return None
+    stride = tuple(gradient.stride())
+    for habit in NAMED:
+        if _strides(habit, output) == stride:
+            return habit
+    return stride
+
+
+def _strides(habit: Habit, output: Tensor) -> tuple[int, ...] | None:
+    """The strides of the gradient of an output."""
+    match habit:
+        case "alike":
+            return tuple(torch.empty_like(output, device="meta").stride())
+        case "contiguous":
+            return tuple(torch.empty(output.shape, device="meta").stride())
+        case "expanded":
+            return (0,) * output.dim()
+        case tuple() if len(habit) != output.dim():
+            return _strides("alike", output)
+        case _:
+            return habit
 
 
 def _sources(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import enum
 import functools
+import weakref
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -46,6 +49,8 @@ class Assumptions:
         self._wait(model, "model")
         for number, optimizer in enumerate(optimizers):
             self._wait(optimizer, "optimizer" if len(optimizers) == 1 else f"optimizers[{number}]")
+        for imported, module in self.follower.imported.items():
+            self._wait(module, imported)
         for found in self.follower.globals.values():
             self._global(found.home, found.name, found.value, found.source, frozenset(found.uses), found.attributes)
         while self._waiting:
@@ -83,8 +88,15 @@ class Assumptions:
     def _look(self, value: Any, name: str, uses: frozenset[Use]) -> None:
         held = self.world.held.get(id(value))
         match value:
-            case torch.Tensor() | ModuleType() | BuiltinFunctionType():
+            case torch.Tensor() | BuiltinFunctionType():
                 return
+            case ModuleType():
+                if id(value.__dict__) in self.world.held:
+                    self._attributes(value.__dict__, name)
+            case weakref.ref():
+                self._wait(value(), name, uses)
+            case enum.Enum():
+                self._wait(value.value, f"{name}.value", uses)
             case torch.nn.Module():
                 self._module(value, name)
             case torch.optim.Optimizer():
@@ -94,8 +106,8 @@ class Assumptions:
                 self._mapping(value.defaults, f"{name}.defaults")
             case dict() if held is not None:
                 self._container(held.before, value, name, uses)
-            case list() | set() | collections.deque() | bytearray() | numpy.ndarray() if held is not None:
-                if uses != ADD:
+            case list() | set() | collections.deque() | bytearray() | array.array() | numpy.ndarray():
+                if held is not None and uses != ADD:
                     self._container(held.before, value, name, uses)
             case tuple() | frozenset():
                 for number, item in enumerate(value):
@@ -164,9 +176,7 @@ class Assumptions:
         held = self.world.held.get(id(attributes))
         before: dict[str, Any] = attributes if held is None else held.before
         asked = None if self.follower.everything else self.asked
-        self.names.append(
-            Names(attributes, tuple(before), self.asked if asked is not None else frozenset(before), name)
-        )
+        self.names.append(Names(attributes, tuple(before), asked, name))
         for key, item in before.items():
             if key in without or not (asked is None or key in asked):
                 continue
@@ -184,6 +194,7 @@ class Assumptions:
             if held is not None and uses:
                 self._entry(cell, None, held.before, held.name, uses)
         self.entries.append(Entry(Place(function, "__code__", f"the code of {name}"), function.__code__))
+        self._attributes(function.__dict__, name)
         for key in ("__defaults__", "__kwdefaults__"):
             if getattr(function, key) is not None:
                 self._entry(function, key, getattr(function, key), f"{name}.{key}")
@@ -191,7 +202,7 @@ class Assumptions:
     def _class(self, kind: type) -> None:
         if library(kind.__module__):
             return
-        for base in kind.__mro__:
+        for base in [*kind.__mro__, *type.mro(type(kind))]:
             held = self.world.held.get(id(base))
             for key, item in (own_names(base) if held is None else held.before).items():
                 if key in self.asked and not library(base.__module__):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import operator
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -21,8 +24,9 @@ import numpy
 import torch
 
 from lowtide.capture import lines
-from lowtide.capture.impure import refuse_impure
+from lowtide.capture.impure import kept_away, refuse_impure, refuse_unseeded
 from lowtide.capture.lines import Load, Use
+from lowtide.capture.origin import user_line
 from lowtide.capture.world import World, library
 from lowtide.errors import CaptureError
 from lowtide.guards import MISSING
@@ -34,6 +38,10 @@ _STANDARD = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "pla
 _SITE = tuple(sysconfig.get_paths()[key] + os.sep for key in ("purelib", "platlib"))
 _NOT_FILES = ("<frozen", "<lowtide", "<__array_function__", "<attrs", "<eval_with_key>")
 EVERYTHING = frozenset(("__dict__", "vars", "asdict", "astuple", "deepcopy", "__getstate__", "dir"))  # asks for all
+
+
+_SEED = random.Random.seed.__code__
+CONTENTS = ("tolist", "numpy", "__array__")  # of a tensor: they give Python what is in it
 
 
 @cache
@@ -71,6 +79,7 @@ class Follower:
         self.cells: dict[str, set[Use]] = {}
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
+        self.imported: dict[str, ModuleType] = {}  # by lines of the step
         self.refusal: CaptureError | None = None  # of a line that did what can't be repeated
         self.codes: set[CodeType] = set()
         self._made: set[CodeType] = set()  # of functions that the step itself makes
@@ -94,7 +103,8 @@ class Follower:
         builtins.getattr = noted
         sys.settrace(self._call)
         try:
-            yield
+            with kept_away(is_user_file, self._note), _contents_kept(self._note):
+                yield
         finally:
             sys.settrace(before)
             builtins.getattr = getattr_before
@@ -111,6 +121,8 @@ class Follower:
                 self.codes.add(code)
                 self._made.update(item for item in code.co_consts if isinstance(item, CodeType))
             return self._line
+        if code is _SEED and _from_user(frame.f_back):
+            self._refuse(refuse_unseeded, frame.f_locals.get("a"), user_line(frame))
         if code not in self.codes:
             self.codes.add(code)
             if not code.co_filename.startswith(_OURS):
@@ -125,6 +137,8 @@ class Follower:
                 source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
                 for load in found.loads:
                     self._load(frame, load, source)
+                for name, then in found.imports:
+                    self._import(frame, name, then, source)
                 for store in found.stores:
                     self.stores.setdefault((store.kind, store.name), source)
                     if store.kind == "global":
@@ -156,24 +170,88 @@ class Follower:
             if other is not None:
                 self.replaced.append((home, load.name, value))
                 home[load.name] = other
+            elif isinstance(value, operator.attrgetter):
+                self.asked.update(part for path in value.__reduce__()[1] for part in path.split("."))
             elif value is not MISSING and not _of_library(value):
                 self.world.see(value, f"{load.name} ({os.path.basename(frame.f_code.co_filename)})")
         found.uses.add(load.use)
         found.attributes.update(load.then[:1])
         value = found.value if found.value is not MISSING else getattr(builtins, load.name, None)
-        for attribute in load.then if isinstance(value, ModuleType) else ():
-            value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
+        self._refuse(refuse_impure, value, source)
+        for attribute in load.then:
+            if not isinstance(value, ModuleType):
+                break
+            value = value.__dict__.get(attribute)
+            self._refuse(refuse_impure, value, source)
+
+    def _refuse(self, refuse: Callable[[Any, str], None], value: Any, source: str) -> None:
         try:
-            refuse_impure(value, source)
+            refuse(value, source)
         except CaptureError as error:
-            self.refusal = self.refusal or error  # the step's own code might catch it
+            self._note(error)
             raise
+
+    def _note(self, error: CaptureError) -> None:
+        self.refusal = self.refusal or error  # the step's own code might catch it
+
+    def _import(self, frame: FrameType, name: str, then: tuple[str, ...], source: str) -> None:
+        """A module that a line imports, and what it takes of it at once."""
+        module = sys.modules.get(name)
+        if module is None:
+            return
+        self.asked.update(then)
+        for attribute in then:
+            self._refuse(refuse_impure, module.__dict__.get(attribute), source)
+        if not library(name):
+            self.imported[name] = module
+            self.world.see(module, name)
+
+
+def _from_user(frame: FrameType | None) -> bool:
+    """Whether a frame was called by user code, past those of the generator's own class."""
+    while frame is not None and frame.f_code.co_filename == _SEED.co_filename:
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+@contextlib.contextmanager
+def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
+    """A context in which user code can't take the contents of a real tensor, which others may change."""
+    own = {name: torch.Tensor.__dict__.get(name) for name in CONTENTS}
+
+    def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_user_file(frame.f_code.co_filename):
+                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                error = CaptureError(
+                    f"{source}: the step takes the contents of a tensor out of torch, by {name}.",
+                    hint="do it before or after the step; the step may take it as part of its batch.",
+                )
+                note(error)
+                raise error
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    try:
+        for name in CONTENTS:
+            setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
+        yield
+    finally:
+        for name, function in own.items():
+            if function is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, function)
 
 
 def _of_library(value: Any) -> bool:
     """Whether an object is a part of a library, which users do not change."""
     if isinstance(value, ModuleType):
         return library(value.__name__)
+    if isinstance(value, functools.partial):
+        return False
     return callable(value) and library(getattr(value, "__module__", None) or "")
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import datetime
 import os
 import secrets
+import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NoReturn
+
+import numpy
 
 from lowtide.errors import CaptureError
 
@@ -38,10 +46,57 @@ OUTSIDE = {
 }
 
 
+MODULES: tuple[ModuleType, ...] = (time, os, uuid, secrets)
+
+
+@contextlib.contextmanager
+def kept_away(is_user_file: Callable[[str], bool], note: Callable[[CaptureError], None]) -> Iterator[None]:
+    """A context in which user code that calls one of these is refused, however it came to it."""
+    thread = threading.get_ident()  # others go on beside it
+    kept: list[tuple[ModuleType, str, Callable[..., Any]]] = [
+        (home, name, item)
+        for home in MODULES
+        for name, item in vars(home).items()
+        if isinstance(item, type(time.time) | type(os.getenv)) and (item in CLOCKS or item in OUTSIDE)
+    ]
+    kept.append((numpy.random, "default_rng", numpy.random.default_rng))
+
+    def guarded(home: ModuleType, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seeded = name == "default_rng" and (args or kwargs) and (*args, *kwargs.values())[0] is not None
+            frame = sys._getframe(1)
+            if not seeded and threading.get_ident() == thread and is_user_file(frame.f_code.co_filename):
+                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                try:
+                    _refuse(f"{source}: the step calls {home.__name__}.{name}, whose answer is another one every time.")
+                except CaptureError as error:
+                    note(error)
+                    raise
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for home, name, function in kept:
+            setattr(home, name, guarded(home, name, function))
+        yield
+    finally:
+        for home, name, function in kept:
+            setattr(home, name, function)
+
+
+def refuse_unseeded(seed: Any, source: str) -> None:
+    """Raise where a line makes a generator of random numbers without a seed."""
+    if seed is None:
+        _refuse(f"{source}: the step makes a random.Random() without a seed, whose numbers are others at every step.")
+
+
 def refuse_impure(value: Any, source: str) -> None:
     """Raise where a line uses one of these."""
     if value is os.environ:
         _refuse(f"{source}: the step looks at os.environ, which is outside of the step.")
+    if isinstance(value, contextvars.ContextVar):
+        _refuse(f"{source}: the step looks at {value.name!r}, a ContextVar, which can't be followed.")
     if not callable(value):
         return
     try:

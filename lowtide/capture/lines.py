@@ -64,6 +64,7 @@ class Line:
 
     loads: tuple[Load, ...]
     stores: tuple[Store, ...]
+    imports: tuple[tuple[str, tuple[str, ...]], ...] = ()  # modules, and the names that are taken of each
 
 
 @lru_cache(maxsize=16384)
@@ -72,6 +73,7 @@ def lines(code: CodeType) -> Mapping[int, Line]:
     instructions = list(dis.get_instructions(code))
     loads: dict[int, list[Load]] = {}
     stores: dict[int, list[Store]] = {}
+    imports: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     for place, instruction in enumerate(instructions):
         number = instruction.positions.lineno if instruction.positions is not None else None
         if number is None:
@@ -79,11 +81,16 @@ def lines(code: CodeType) -> Mapping[int, Line]:
         loads.setdefault(number, [])
         if instruction.opname in STORES:
             stores.setdefault(number, []).append(Store(STORES[instruction.opname], instruction.argval))  # type: ignore[arg-type]
+        if instruction.opname == "IMPORT_NAME":
+            imports.setdefault(number, []).append((instruction.argval, _taken(instructions, place)))
         kind = _kind(instruction)
         if kind is not None:
             then = _attributes(instructions, place)
             loads[number].append(Load(kind, instruction.argval, _use(instructions, place), then))
-    return {number: Line(tuple(found), tuple(stores.get(number, ()))) for number, found in loads.items()}
+    return {
+        number: Line(tuple(found), tuple(stores.get(number, ())), tuple(imports.get(number, ())))
+        for number, found in loads.items()
+    }
 
 
 @lru_cache(maxsize=16384)
@@ -110,6 +117,17 @@ def _kind(instruction: dis.Instruction) -> Literal["global", "cell", "attribute"
     if name in CELLS:
         return "cell"
     return "attribute" if name in ATTRIBUTES else None
+
+
+def _taken(instructions: list[dis.Instruction], place: int) -> tuple[str, ...]:
+    """The names that are taken of the module that the instruction at this place imports."""
+    found = []
+    for instruction in instructions[place + 1 :]:
+        if instruction.opname == "IMPORT_FROM":
+            found.append(instruction.argval)
+        elif not instruction.opname.startswith("STORE_"):
+            break
+    return tuple(found)
 
 
 def _attributes(instructions: list[dis.Instruction], place: int) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def as_inputs(
                         key: fake_like(item, fake_mode) if isinstance(item, torch.Tensor) else item
                         for key, item in (known or initial_state(optimizer, group, parameter)).items()
                     }
-                if not parameter.requires_grad and not known:
+                if not parameter.requires_grad and parameter.grad is None and not known:
                     continue
                 if entries:
                     state[parameter] = entries

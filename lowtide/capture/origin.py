@@ -67,6 +67,12 @@ class Origins:
         self.stack: list[str] = []
         self.updating = False
         self.by_sequence: dict[int, tuple[str, str]] = {}
+        self._outer = private.current_node()  # of a backward in which the step is traced
+
+    def node(self) -> Any:
+        """The node of autograd that is running now, of the step's own backward; None in its forward."""
+        node = private.current_node()
+        return None if node is self._outer else node
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -101,7 +107,7 @@ class Origins:
 
     def here(self) -> tuple[Phase, str, str]:
         """Phase, module path and source line of the op that is running now."""
-        node = private.current_node()
+        node = self.node()
         if node is not None:
             module, source = self.by_sequence.get(private.sequence_number(node), ("", ""))
             return "backward", module, source or user_line()

@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def _follow_gradient(self, args: tuple[Any, ...]) -> None:
         """What autograd hands to a parameter is its gradient."""
-        node = private.current_node()
+        node = self.origins.node()
         adds = node is not None and private.sequence_number(node) == private.ACCUMULATES
         if adds and args and isinstance(args[0], torch.Tensor):
             self.books.mark_gradient(args[0])
@@ -332,7 +332,7 @@ class Recorder(TorchDispatchMode):
         refuse_data(what, user_line())
 
     def _made_kind(self) -> Kind:
-        return "activation gradient" if private.current_node() is not None else "activation"
+        return "activation gradient" if self.origins.node() is not None else "activation"
 
     def _add_op(
         self,

@@ -27,6 +27,7 @@ BINARY = {
 UNARY = {"neg": "neg", "pos": "pos"}
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ALWAYS_FLOAT = ("truediv",)
+TEXT = "turns a number into text that is known only when the step runs"
 
 
 class ScalarNode:
@@ -96,7 +97,7 @@ class ScalarNode:
         return lambda *_: self.refuse(f"calls {name} on a number that is known only when the step runs")
 
     def _graph_repr(self) -> NoReturn:
-        self.refuse("turns a number into text that is known only when the step runs")
+        self.refuse(TEXT)
 
 
 class _AnswerNode:
@@ -141,8 +142,13 @@ def result_of(target: str, operands: tuple[ScalarNode, ...]) -> tuple[bool, Any,
 
 
 def refuse_data(what: str, where: str) -> NoReturn:
-    """Raise the error for control flow that depends on the data."""
+    """Raise the error for control flow that depends on the data, or text that does."""
+    at = f"{where}: " if where else ""
+    if what == TEXT:
+        raise CaptureError(
+            f"{at}the step {what}.", hint="return the number from the step, and format it after the step."
+        )
     raise CaptureError(
-        f"{where + ': ' if where else ''}the step {what}, so its ops are not the same at every step.",
+        f"{at}the step {what}, so its ops are not the same at every step.",
         hint="compute it with tensor ops (torch.where, masks, clamp), or move it out of the step.",
     )

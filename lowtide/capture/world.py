@@ -6,11 +6,14 @@ difference is an effect of the step, and is undone. What the step assumes are th
 
 from __future__ import annotations
 
+import array
 import collections
+import copy
 import enum
 import functools
 import random
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import (
@@ -25,12 +28,13 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide.guards import MISSING, Effect, Place
+from lowtide.guards import MISSING, Effect, Place, content_of
 
 MANY = 1000  # items of a container that are looked into
 MOST = 30_000  # objects that are looked at from one name
-ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, range, slice)
-STRUCTURES = ("types", "argparse", "collections", "dataclasses", "configparser")  # of the standard library: plain data
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range, slice)
+# Modules of the standard library whose objects are plain data.
+STRUCTURES = ("types", "_thread", "argparse", "collections", "dataclasses", "configparser")
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 REGISTRIES = (
     "_modules",
@@ -95,8 +99,14 @@ class World:
     def _inside(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         """What is in an object, after it was written down."""
         match value:
-            case torch.Tensor() | ModuleType() | BuiltinFunctionType():
+            case ModuleType():
+                yield from self._data_of(value)
+            case torch.Tensor() | BuiltinFunctionType():
                 return
+            case weakref.ref():
+                yield value(), name
+            case enum.Enum():
+                yield value.value, f"{name}.value"
             case random.Random() | numpy.random.Generator() | numpy.random.RandomState():
                 self.generators.append((value, generator_state(value), name))
             case torch.nn.Module():
@@ -104,13 +114,12 @@ class World:
             case torch.optim.Optimizer():
                 yield from self._object(value, value.__dict__, name, without=("param_groups", "state", "defaults"))
             case dict():
-                yield from self._hold(
-                    value, dict(value), name, ((item, f"{name}[{key!r}]") for key, item in value.items())
-                )
+                before = content_of(value)
+                yield from self._hold(value, before, name, ((item, f"{name}[{key!r}]") for key, item in before.items()))
             case list() | collections.deque():
                 yield from self._hold(value, list(value), name, _numbered(value, name))
-            case set() | bytearray():
-                yield from self._hold(value, value.copy(), name, ())
+            case set() | bytearray() | array.array():
+                yield from self._hold(value, copy.copy(value), name, ())
             case tuple() | frozenset():
                 yield from _numbered(value, name)
             case numpy.ndarray():
@@ -136,8 +145,19 @@ class World:
                     self.held[id(value)] = Held(value, own_names(value), value.__name__, attributes=True)
                     yield from ((item, f"{value.__name__}.{key}") for key, item in own_names(value).items())
                     yield from ((base, base.__name__) for base in value.__mro__[1:])
+                    yield type(value), type(value).__name__
             case _:
                 yield from self._other(value, name)
+
+    def _data_of(self, module: ModuleType) -> Iterator[tuple[Any, str]]:
+        """The data in a module of the user's; the names that its own functions load are noted when they run."""
+        if library(module.__name__):
+            return
+        before = dict(module.__dict__)
+        self.held[id(module.__dict__)] = Held(module.__dict__, before, module.__name__, attributes=True)
+        for key, item in before.items():
+            if not key.startswith("__") and not isinstance(item, (type, ModuleType)) and not callable(item):
+                yield item, f"{module.__name__}.{key}"
 
     def _hold(
         self, holder: Any, before: Any, name: str, inside: Iterable[tuple[Any, str]]
@@ -173,8 +193,7 @@ class World:
                 yield content, key
         yield function.__defaults__, f"{name}.__defaults__"
         yield function.__kwdefaults__, f"{name}.__kwdefaults__"
-        if function.__dict__:
-            yield function.__dict__, f"{name}.__dict__"
+        yield from self._object(None, function.__dict__, name)
 
     def _other(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         kind = type(value)
@@ -222,7 +241,7 @@ def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
 
     match holder:
         case dict() | type():
-            now = own_names(holder) if isinstance(holder, type) else holder
+            now = own_names(holder) if isinstance(holder, type) else content_of(holder)
             for key, item in now.items():
                 if before.get(key, MISSING) is not item and key not in held.ignored:
                     yield Effect("put", Place(holder, key, dot(key))), item
@@ -236,9 +255,9 @@ def _differences(held: Held) -> Iterator[tuple[Effect, Any]]:
                 yield Effect("append", Place(holder, None, name)), items[len(before) :]
             elif not alike == len(before) == len(items):
                 yield Effect("replace", Place(holder, None, name)), items
-        case set() | bytearray():
+        case set() | bytearray() | array.array():
             if holder != before:
-                yield Effect("replace", Place(holder, None, name)), holder.copy()
+                yield Effect("replace", Place(holder, None, name)), copy.copy(holder)
         case numpy.ndarray():
             if not same_array(holder, before):
                 yield Effect("replace", Place(holder, None, name)), holder.copy()
@@ -260,7 +279,7 @@ def _restore(held: Held) -> None:
             kept = {key: holder[key] for key in held.ignored if key in holder}
             holder.clear()
             holder.update({**before, **kept})
-        case list() | bytearray():
+        case list() | bytearray() | array.array():
             holder[:] = before
         case collections.deque() | set():
             holder.clear()

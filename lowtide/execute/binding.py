@@ -30,7 +30,7 @@ class Binding:
         self.key, self.settled = key_of(captured), is_settled(captured.batch_leaves)
         self.watcher = Watcher(captured.guards)
         self.drawn: list[Any] = []
-        self.told = False  # the effects of the step are done already
+        self.told = False  # the step's effects and new buffers are there before its end
         self.slots, self.states = Slots(captured), States(captured)
         self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]
         self.comparisons = [one for one in captured.guards.comparisons if not one.draws]
@@ -127,7 +127,7 @@ class Binding:
             if output.role == "gradient":
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key].grad = tensor
-            elif output.role == "buffer":
+            elif output.role == "buffer" and not self.told:
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key] = tensor
         if self.updates:
@@ -143,7 +143,6 @@ class Binding:
         if self.captured.effects:
             _, left = self.results((None,) * len(self.captured.graph.outputs))
             repeat(self.captured.effects, left)
-        self.told = True
 
     def results(self, outputs: Sequence[Any]) -> Any:
         """What the step returns, and what its effects leave behind."""

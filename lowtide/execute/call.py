@@ -37,11 +37,15 @@ class Call:
         self._binding.take_gradients()
         return function(inputs, generator, stored, self._cursor)
 
-    def hand_over(self) -> None:
-        """Let the caller's code go on: what it allocates is not the step's, and what was drawn is not put back."""
+    def hand_over(self) -> bytes | None:
+        """Let the caller's code go on: what it allocates is not the step's, and what was drawn is not put back.
+
+        Returns the state of the generator before the step; None where the step draws nothing.
+        """
         if self._stepping is not None:
             self._stepping.pause()
-        self._state = None
+        state, self._state = self._state, None
+        return state
 
     def take_back(self, nbytes: int) -> None:
         """Go on, with so many more bytes that the caller's code made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def repeat(effects: Sequence[Effect], values: Sequence[Any]) -> None:
 def _replace(holder: Any, value: Any) -> None:
     if isinstance(holder, numpy.ndarray):
         holder[...] = value
-    elif isinstance(holder, (list, bytearray)):
+    elif isinstance(holder, (list, bytearray, array.array)):
         holder[:] = value
     else:
         holder.clear()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import random
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 
 from lowtide import kernels, private
+from lowtide.captured import Captured, Slot
 from lowtide.errors import UsageError
 from lowtide.execute.batch import Batch
 from lowtide.execute.call import Call
 from lowtide.execute.failure import let_go
 from lowtide.execute.runner import Runner
-from lowtide.graph import Graph
+from lowtide.execute.stale import StaleError
+from lowtide.graph import Graph, Read
+from lowtide.guards import MISSING, Place
 from lowtide.program import Program, Run
+
+SMALL = 2**20  # bytes of buffers that a forward updates: so much is kept beside every step, to run its forward again
 
 
 class Halves:
@@ -22,14 +30,38 @@ class Halves:
 
     def __init__(self, runner: Runner) -> None:
         graph = runner.captured.graph
-        turn = next(op for op in graph.ops if op.target == kernels.TURN)
         self.runner = runner
-        self.given = [graph.values[value].stride for value in turn.outputs if value is not None]
+        self.turn = next(number for number, op in enumerate(graph.ops) if op.target == kernels.TURN)
+        self.given_bytes = sum(graph.values[value].nbytes for value in graph.ops[self.turn].makes[:-1])
         self.inputs_again, self.outputs_again = _read_after_turn(graph, runner.program)
+        self.written = _written_before_turn(graph, self.turn)
+        self.large = sum(graph.values[graph.inputs[place].value].nbytes for place in self.written) > SMALL
+        self.proven = False  # gradients came back as it is planned
+        self.rebound = _rebound(runner.captured, self.turn)
+        runner.binding.told = True
 
-    def run(self, batch: Batch) -> Half:
+    def __call__(self, batch: Batch) -> Half:
         """The first half of a step on this batch."""
         return Half(self, batch)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether this step is the one for a batch, and for the world as it is."""
+        try:
+            self.runner.binding.check(batch)
+        except StaleError:
+            return False
+        return True
+
+    def inputs_like(self, before: Half) -> list[Any]:
+        """What the program is given, where another program has run the same forward."""
+        captured, known = self.runner.captured, before.inputs
+        found = []
+        for item, key in zip(captured.graph.inputs, _keys(captured), strict=True):
+            if captured.graph.values[item.value].kind == "constant":
+                found.append(captured.constants[int(item.path[0])])
+            else:  # a number that is new here was a constant there, and is as it was
+                found.append(known[key] if key in known else self.runner.binding.given(item.path))
+        return found
 
 
 class Half:
@@ -37,31 +69,93 @@ class Half:
 
     _call: Call | None = None  # one that is not made yet, or was interrupted before, holds nothing
     _program: Generator[list[Any], list[Any], list[Any]] | None = None
+    inputs: dict[tuple[Any, ...], Any]  # what it was given
+    _places: list[tuple[Place, Any]]  # where it put something into Python objects, and what was there before
 
-    def __init__(self, halves: Halves, batch: Batch) -> None:
+    def __init__(self, halves: Halves, batch: Batch, *, before: Half | None = None) -> None:
         runner = halves.runner
-        self.captured = runner.captured
+        self.captured, self.batch = runner.captured, batch
         self.outputs: list[Any] = []  # what the step hands over
-        self._halves = halves
-        inputs = runner.binding.take(batch)
+        self.halves = halves
+        self._dice = (random.getstate(), numpy.random.get_state()) if self.captured.guards.draws else None
+        inputs = runner.binding.take(batch) if before is None else halves.inputs_like(before)
+        self.inputs = dict(zip(_keys(self.captured), inputs, strict=True))
+        kept = () if halves.large and halves.proven else halves.written
+        self._written = [(inputs[place], inputs[place].detach().clone()) for place in kept]
         needed = [(name, inputs[place]) for place, name in halves.inputs_again]
         self._call = call = runner.call()
         try:
             self._program = call.begin(runner.function, inputs)
             with torch.enable_grad(), private.below_autograd():
                 self.outputs = next(self._program)
-            call.hand_over()
+            self._state = call.hand_over()  # of the generator before the step
         except BaseException as error:
             inputs.clear()
             self._failed(call, error)
             raise
-        runner.binding.tell()
+        self._places = [] if before is None else before._places
+        if before is None:
+            effects = [effect for effect in self.captured.effects if effect.how in ("put", "delete")]
+            self._places = [(effect.place, effect.place.get()) for effect in effects]
+            for slot, place in halves.rebound:
+                slot.holder[slot.key] = self.outputs[place]
+            runner.binding.tell()
         needed += [("an output of the model", self.outputs[place]) for place in halves.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
+        given = [pair for place, pair in enumerate(self.inputs.items()) if place not in halves.written]
+        tensors = [(repr(key[0]), found) for key, found in given if isinstance(found, torch.Tensor)]
+        self._given = [(name, tensor, private.version_of(tensor)) for name, tensor in tensors]
+
+    @property
+    def done(self) -> bool:
+        """Whether it was finished or closed."""
+        return self._program is None
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """A context in which gradients are on, and generators and what it put into Python objects as before it."""
+        now = random.getstate(), numpy.random.get_state()
+        left = [(place, place.get()) for place, _ in self._places]
+        try:
+            _put(self._places)
+            if self._dice is not None:
+                random.setstate(self._dice[0])
+                numpy.random.set_state(self._dice[1])
+            with torch.enable_grad():
+                yield
+        finally:
+            _put(left)
+            if self._dice is not None:
+                random.setstate(now[0])
+                numpy.random.set_state(now[1])
+
+    def again(self, halves: Halves) -> Half:
+        """The same half by another program, in place of this one; all that it changes is left as it is now."""
+        self._unchanged(self._given)
+        if len(self._written) < len(self.halves.written):
+            raise UsageError(
+                "the loss uses the model's outputs otherwise than before, so the forward would have to run again, but "
+                "it has updated large buffers, and what they were before is gone.",
+                hint="call the model again: the next call is planned for this use of its outputs.",
+            )
+        inputs, written, state = self.inputs, self._written, self._state
+        now = [tensor.detach().clone() for tensor, _ in written]
+        drawn = torch.get_rng_state()
+        self.close()
+        self.inputs = inputs
+        try:
+            _fill((tensor for tensor, _ in written), (content for _, content in written))
+            if state is not None:
+                torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            return Half(halves, self.batch, before=self)
+        finally:
+            _fill((tensor for tensor, _ in written), now)
+            torch.set_rng_state(drawn)
+            self.inputs = {}
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
-        runner, call = self._halves.runner, self._call
+        runner, call = self.halves.runner, self._call
         if self._program is None or call is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
@@ -72,16 +166,16 @@ class Half:
                 "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
                 hint="call backward() after the autocast block, as torch advises.",
             )
-        self._unchanged()
+        self._unchanged(self._needed)
         try:
-            found = [_strided(tensor, stride) for tensor, stride in zip(given, self._halves.given, strict=True)]
-            call.take_back(sum(tensor.nbytes for tensor in found))
+            call.take_back(self.halves.given_bytes)
             try:
                 # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
                 with torch.enable_grad(), private.below_autograd():
-                    self._program.send(found)
+                    self._program.send(list(given))
             except StopIteration as end:
                 result = runner.binding.leave(end.value)
+                self.halves.proven = True
             self.close()
         except BaseException as error:
             self._failed(call, error)
@@ -97,14 +191,15 @@ class Half:
         if self._call is not None:
             self._call.close()
         self.outputs = []
-        self._needed = []
+        self._needed, self._given, self._written, self.inputs = [], [], [], {}
 
     def __del__(self) -> None:
         self.close()
 
-    def _unchanged(self) -> None:
+    @staticmethod
+    def _unchanged(needed: Sequence[tuple[str, torch.Tensor, int]]) -> None:
         """What the second half reads must be what the first half read, as autograd demands it, too."""
-        for name, tensor, version in self._needed:
+        for name, tensor, version in needed:
             if private.version_of(tensor) != version:
                 raise UsageError(
                     f"{name} was changed in place between forward and backward, which needs it as it was.",
@@ -117,11 +212,42 @@ class Half:
         call.fail(error)
 
 
-def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides, as it was planned."""
-    if tuple(tensor.stride()) == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _keys(captured: Captured) -> list[tuple[Any, ...]]:
+    """What each input is known by, in every program of one model: its path, or for a number where it is kept."""
+    numbers = captured.guards.numbers
+    paths = [item.path for item in captured.graph.inputs]
+    places = [numbers[int(path[1])] if path[0] == "number" else None for path in paths]
+    return [path if at is None else (id(at.holder), at.key) for path, at in zip(paths, places, strict=True)]
+
+
+def _put(contents: Sequence[tuple[Place, Any]]) -> None:
+    """Put these into their places; MISSING: leave nothing there."""
+    for place, content in contents:
+        if content is not MISSING:
+            place.set(content)
+        elif place.get() is not MISSING:
+            place.delete()
+
+
+def _fill(tensors: Iterable[torch.Tensor], contents: Iterable[torch.Tensor]) -> None:
+    """Write contents to tensors, unseen by autograd, which would take it for a change by the caller."""
+    for tensor, content in zip(tensors, contents, strict=True):
+        with torch.no_grad(), private.preserving_version(tensor):
+            tensor.copy_(content)
+
+
+def _written_before_turn(graph: Graph, turn: int) -> list[int]:
+    """The inputs, by place, that the first half writes to."""
+    storages = {graph.values[new].storage for op in graph.ops[:turn] for new, _ in op.updates}
+    return [place for place, item in enumerate(graph.inputs) if graph.values[item.value].storage in storages]
+
+
+def _rebound(captured: Captured, turn: int) -> list[tuple[Slot, int]]:
+    """The buffers in whose place the step puts another tensor, and which of what is handed over that is."""
+    graph = captured.graph
+    _, *handed = graph.ops[turn].arguments()  # the first is the mark
+    outputs = [output for output in graph.outputs if output.role == "buffer"]
+    return [(captured.slots[str(one.path[0])], handed.index(Read(one.value, one.view))) for one in outputs]
 
 
 def _read_after_turn(graph: Graph, program: Program) -> tuple[list[tuple[int, str]], list[int]]:

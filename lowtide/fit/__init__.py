@@ -20,7 +20,7 @@ from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 from lowtide.verify import Verifier, announce, refuse_call
 
-__all__ = ["CostsFrom", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
+__all__ = ["CostsFrom", "Fit", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
 
 ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
 
@@ -69,6 +69,16 @@ class Fitted:
         result = one.take(given)
         one.hold()
         return result
+
+    def find(self, batch: Batch, suits: Callable[[Fit], bool], why: str) -> Fit:
+        """A step for this batch that suits: one that is kept or, for the reason that is given, a new one."""
+        one = next((one for one in self._kept if suits(one.fit)), None)
+        if one is None:
+            self._request.say(f"{why}: the step is captured anew")
+            arguments = tuple(batch.structure.build(batch.leaves))
+            one = self._keep(batch.key, self._maker.make(arguments, self._changes.numbers, known=self._latest))
+        self._kept.use(batch.key, one)
+        return one.fit
 
     def _keep(self, key: Key, made: Fit) -> Pressure:
         one = Pressure(made, self._maker)

@@ -24,13 +24,17 @@ TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str",
 TURN = "lowtide.turn.default"
 CHANNELS: Mapping[str, tuple[str, ...]] = {TURN: ("handover",)}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
-_LIBRARY.define("turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others) -> Tensor[]")
+_LIBRARY.define("turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 
 
 @torch.library.register_fake("lowtide::turn", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def turn(mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of the outputs, as far as their sizes go."""
-    return [torch.empty_like(output) for output in outputs]
+def turn(
+    mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Tensor], used: list[int], strides: list[int]
+) -> list[torch.Tensor]:
+    """The gradients of those outputs that have one, as far as their sizes go; `strides` are those of all, in a row."""
+    steps = iter(strides)
+    given = [outputs[place] for place in used]
+    return [output.new_empty_strided(output.shape, [next(steps) for _ in output.shape]) for output in given]
 
 
 @cache

@@ -47,11 +47,10 @@ def _pairs(graph: Graph, index: int) -> tuple[tuple[int, int], ...]:
     if op.target not in ELEMENTWISE or op.outputs[0] is None:
         return ()
     made = graph.values[op.outputs[0]]
-    return tuple(
-        (op.outputs[0], read.value)
-        for read in dict.fromkeys(op.arguments())
-        if read.view is None and _sizes(graph, read.value) == (made.dtype, made.shape, made.stride, made.nbytes)
-    )
+    seen = [read.value for read in op.arguments() if read.view is not None]  # otherwise than from its start, in order
+    fitting = [read for read in dict.fromkeys(op.arguments()) if read.view is None and read.value not in seen]
+    sizes = (made.dtype, made.shape, made.stride, made.nbytes)
+    return tuple((op.outputs[0], read.value) for read in fitting if _sizes(graph, read.value) == sizes)
 
 
 def _sizes(graph: Graph, value: int) -> tuple[Any, ...]:

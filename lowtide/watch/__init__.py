@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide.guards import MISSING, Change, Content, Entry, Guards, Names, Place
+from lowtide.guards import MISSING, Change, Content, Entry, Guards, Names, Place, content_of, keys_of
 from lowtide.watch.around import NAMES, surroundings
 from lowtide.watch.quick import Quick
 
@@ -71,10 +71,8 @@ class Watcher:
                 return _changed(entry, now)
             self._entries[number] = Entry(entry.place, now)
         for number, names in enumerate(self._names):
-            keys = tuple(names.holder)
-            if keys == names.keys:
-                continue
-            if (difference := _other_names(names, keys)) is not None:
+            keys = keys_of(names.holder)
+            if keys != names.keys and (difference := _other_names(names, keys)) is not None:
                 return Change(names.name, difference)
             self._names[number] = Names(names.holder, keys, names.asked, names.name)
         if moved:
@@ -90,7 +88,7 @@ class Watcher:
         for number, names in enumerate(self._names):
             if id(names.holder) in moved:
                 holder = moved[id(names.holder)]
-                self._names[number] = Names(holder, tuple(holder), names.asked, names.name)
+                self._names[number] = Names(holder, keys_of(holder), names.asked, names.name)
         for number, content in enumerate(self._contents):
             if id(content.holder) in moved:
                 self._contents[number] = Content(moved[id(content.holder)], content.content, content.name)
@@ -114,7 +112,8 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
         case tuple() | list() | collections.deque():
             alike = len(one) == len(other) and all(same(*pair, moved) for pair in zip(one, other, strict=True))
         case dict():
-            alike = list(one) == list(other) and all(same(one[key], other[key], moved) for key in one)
+            before, after = content_of(one), content_of(other)
+            alike = list(before) == list(after) and all(same(before[key], after[key], moved) for key in before)
         case set() | frozenset():
             alike = one == other
         case numpy.ndarray():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from itertools import repeat
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lowtide import native
-from lowtide.guards import MISSING, Entry, Names
+from lowtide.guards import MISSING, Entry, Names, keys_of
 
 SOURCE = Path(__file__).with_name("watch.cpp")
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES: native.Signatures = {
-    "lowtide_same": ([*[_ADDRESS] * 3, _INT, *[_ADDRESS] * 2, _INT, *[_ADDRESS] * 2, _INT], _INT)
+    "lowtide_same": ([*[_ADDRESS] * 3, _INT, *[_ADDRESS] * 2, _INT, *[_ADDRESS] * 4, _INT], _INT)
 }
 
 
@@ -45,18 +46,24 @@ class Quick:
         self._mappings = [item.holder for item in names]
         self._sizes = [len(item.keys) for item in names]
         self._objects, self._kinds = ([pair[place] for pair in kinds] for place in (0, 1))
+        counts = [item.asked is None and len(item.keys) > 1 for item in names]  # whether the order counts
+        self._linked = [item for item, yes in zip(names, counts, strict=True) if yes and _is_linked(item)]
+        orders = [item.keys if yes and not _is_linked(item) else () for item, yes in zip(names, counts, strict=True)]
+        self._orders = [(item.holder, keys) for item, keys in zip(names, orders, strict=True) if keys]
         self._arrays = [
             array("q", map(id, self._holders)),
             array("q", map(id, self._keys)),
             array("q", (0 if value is MISSING else id(value) for value in self._values)),
             array("q", map(id, self._mappings)),
             array("q", self._sizes),
+            array("q", (id(key) for keys in orders for key in keys)),
+            array("q", map(len, orders)),
             array("q", map(id, self._objects)),
             array("q", map(id, self._kinds)),
         ]
-        holders, keys, values, mappings, sizes, *pairs = (one.buffer_info()[0] for one in self._arrays)
+        holders, keys, values, mappings, sizes, *rest = (one.buffer_info()[0] for one in self._arrays)
         entries_and_sizes = (holders, keys, values, len(self._holders), mappings, sizes, len(self._mappings))
-        self._arguments = (*entries_and_sizes, *pairs, len(self._objects))
+        self._arguments = (*entries_and_sizes, *rest, len(self._objects))
         self._library = _library()
 
     def same(self) -> bool:
@@ -66,10 +73,20 @@ class Quick:
         else:
             quick = (
                 all(map(is_, map(dict.get, self._holders, self._keys, repeat(MISSING)), self._values))
-                and list(map(len, self._mappings)) == self._sizes
+                and list(map(dict.__len__, self._mappings)) == self._sizes
+                and all(keys_of(holder) == keys for holder, keys in self._orders)
                 and list(map(type, self._objects)) == self._kinds
             )
-        return quick and all(entry.place.get() is entry.value for entry in self._others)
+        return (
+            quick
+            and all(entry.place.get() is entry.value for entry in self._others)
+            and all(keys_of(item.holder) == item.keys for item in self._linked)
+        )
+
+
+def _is_linked(names: Names) -> bool:
+    """Whether the mapping keeps its order beside the interpreter's own."""
+    return isinstance(names.holder, OrderedDict)
 
 
 @cache

@@ -255,6 +255,16 @@ def test_a_write_is_counted() -> None:
     assert private.version_of(tensor) == before + 1
 
 
+@canary("preserving_version", does="puts buffers back after a forward was run again, as no change of the caller's")
+def test_a_write_can_go_uncounted() -> None:
+    tensor = torch.ones(2)
+    before = private.version_of(tensor)
+    with private.preserving_version(tensor):
+        tensor.add_(1)
+    assert private.version_of(tensor) == before
+    assert tensor.tolist() == [2.0, 2.0]
+
+
 @canary(
     "gradient_hooks",
     "accumulation_hooks",
