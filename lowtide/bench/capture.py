@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from lowtide.bench import resident
 from lowtide.capture import capture
 from lowtide.models import SMALL, build
+from lowtide.peaks import resident
 
 LIMIT_SECONDS = 2.5e-3  # an op
 LIMIT_BYTES = 100e6  # of heap, for the first target

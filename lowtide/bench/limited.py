@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 from lowtide import allocator, tree
-from lowtide.bench import resident
-from lowtide.bench.peaks import storage_bytes
 from lowtide.cli.target import Built, build
 from lowtide.errors import LowtideError
 from lowtide.fit import fit
+from lowtide.peaks import resident, storage_bytes
 from lowtide.plan import TIME_LIMIT
 
 SLACK = 64 * 2**20  # bytes above the budget: what the libraries below torch keep for themselves

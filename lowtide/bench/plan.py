@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.bench import resident
 from lowtide.capture import capture
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
 from lowtide.measure import roofline
+from lowtide.peaks import resident
 from lowtide.plan import TIME_LIMIT, as_eager, curve
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.plan.planning import Planning

@@ -20,13 +20,13 @@ import torch
 
 from lowtide import allocator, tree
 from lowtide.allocator.arena import POOL
-from lowtide.bench.peaks import storage_bytes
 from lowtide.bench.peers import COMPILERS, checkpoint_blocks, compiled
 from lowtide.capture import capture
 from lowtide.cli.target import Built, build
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.fit import Fitted, fit
 from lowtide.measure import measure
+from lowtide.peaks import storage_bytes
 from lowtide.plan import as_eager, least
 from lowtide.rewrite import with_narrow
 from lowtide.simulate import simulate

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lowtide.bench import resident
 from lowtide.cli.target import build
 from lowtide.errors import UsageError
 from lowtide.fit import fit
+from lowtide.peaks import resident
 from lowtide.plan import TIME_LIMIT
 from lowtide.verify.compare import digest
 from lowtide.verify.copies import lasting_tensors

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli import bench, bench_classics, bench_fit, bench_limited, bench_plan, bench_trust, data
+from lowtide.cli import data
+from lowtide.cli.bench import add_bench
 from lowtide.cli.curve import curve
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
@@ -49,15 +50,8 @@ app.command()(curve)
 app.command()(train)
 app.command()(verify)
 app.command()(models)
-bench.app.command()(bench_classics.classics)
-bench.app.command()(bench_plan.plan)
-bench.app.command()(bench_fit.fit)
-bench.app.command()(bench_limited.limited)
-bench.app.command()(bench_limited.steady)
-bench.app.command()(bench_limited.soak)
-bench.app.command()(bench_trust.trust)
 app.add_typer(data.app, name="data", rich_help_panel=None)
-app.add_typer(bench.app, name="bench", rich_help_panel=None)
+add_bench(app)
 
 
 def main() -> None:

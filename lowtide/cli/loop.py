@@ -16,10 +16,10 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lowtide import device, tree
-from lowtide.bench.peaks import storage_bytes
 from lowtide.cli.checkpoint import Checkpoint
 from lowtide.cli.talk import talk
 from lowtide.cli.target import Built
+from lowtide.peaks import storage_bytes
 from lowtide.report import show_bytes
 
 BETWEEN = 60.0  # seconds from one checkpoint to the next, where it is not given in steps

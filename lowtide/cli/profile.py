@@ -9,9 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from lowtide import report
-from lowtide.bench import resident
-from lowtide.bench.peaks import why_not
-from lowtide.bench.predict import Prediction, compare
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.cli.talk import answering, counting, show, show_json, working
@@ -20,6 +17,8 @@ from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
+from lowtide.peaks import resident, why_not
+from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
 from lowtide.simulate import simulate
 

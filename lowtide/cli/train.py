@@ -16,7 +16,6 @@ import torch
 import typer
 
 from lowtide import allocator
-from lowtide.bench.peaks import storage_bytes
 from lowtide.cli import checkpoint
 from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
 from lowtide.cli.plan import BUDGET, Rounding, TimeLimit, promised, refuse_early
@@ -26,6 +25,7 @@ from lowtide.cli.target import Built, build
 from lowtide.data import Source, source
 from lowtide.errors import FileError, LowtideWarning, ProgramError, UsageError
 from lowtide.fit import Fitted, fit
+from lowtide.peaks import storage_bytes
 from lowtide.plan import TIME_LIMIT
 from lowtide.report import Table, show_bytes, show_difference, show_overhead, show_seconds
 from lowtide.simulate import simulate

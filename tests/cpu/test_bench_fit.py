@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from lowtide import meter
 from lowtide.bench.fit import LEAST, Cell, judge, limit_of, missed_bars
-from lowtide.bench.peaks import storage_bytes
 from lowtide.bench.peers import EAGER, PEERS, Contestant, blocks, checkpoint_blocks, peers
 from lowtide.bench.race import PROCESS, Racer, Retired, groups, run_rounds, started, steps_of_a_turn
 from lowtide.bench.racer import digest
 from lowtide.cli import app
 from lowtide.errors import LowtideError, UsageError
 from lowtide.models import SMALL, build
+from lowtide.peaks import storage_bytes
 
 MLP = SMALL["mlp"]
 QUICK = 0.2  # seconds of planning

@@ -18,8 +18,9 @@ from lowtide.bench.classics import CLAIMS, Figure, Found, apart, chain, loops, r
 from lowtide.bench.classics.drawing import draw
 from lowtide.bench.classics.duel import duel, eager_memory
 from lowtide.bench.classics.residual import by_parts
+from lowtide.bench.cli import classics as bench_classics
 from lowtide.capture import capture
-from lowtide.cli import app, bench_classics
+from lowtide.cli import app
 from lowtide.costs import declared
 from lowtide.errors import LowtideError
 from lowtide.models import build

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import assert_exact, everything
 
 import lowtide
-from lowtide.bench.predict import predict
+from lowtide.peaks.predict import predict
 
 Step = Callable[..., Any]
 OUTSIDE = torch.get_rng_state()

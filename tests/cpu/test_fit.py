@@ -23,11 +23,12 @@ from twins import same
 import lowtide
 from lowtide import allocator, device, models
 from lowtide.allocator.arena import POOL, ArenaError
-from lowtide.bench import limited, resident
+from lowtide.bench import limited
 from lowtide.capture import optimizer as optimizers
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, LowtideError, LowtideWarning, UsageError
 from lowtide.execute import arrangement
+from lowtide.peaks import resident
 from lowtide.plan import least
 from lowtide.rewrite import with_narrow
 

@@ -89,8 +89,9 @@ def files_below(folder: Path) -> set[str]:
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    found = set(contents(wheel))
-    assert files_below(ROOT / "lowtide") - found == set()
+    found, benches = set(contents(wheel)), files_below(ROOT / "lowtide" / "bench")
+    assert len(benches) > 20
+    assert files_below(ROOT / "lowtide") - found == benches, "benches, which no user imports, stay in the repository"
     assert {name.partition("/")[0] for name in found} == {"lowtide", "lowtide-0.1.0.dist-info"}
 
 
@@ -140,6 +141,15 @@ def test_the_installed_wheel_trains_in_an_empty_folder_with_an_empty_cache(insta
     assert peak > 0  # it was metered: the allocator was compiled from the wheel
     assert {path.name.partition("-")[0] for path in (cache / "lowtide").glob("*.so")} >= {"allocator", "layout"}
     assert list(folder.iterdir()) == []
+
+
+def test_the_installed_command_says_where_the_benches_are(installed: Path, tmp_path: Path) -> None:
+    command = [str(installed / "lowtide"), "bench", "fit", "--rounds", "3"]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "LOWTIDE", "XDG"))}
+    ran = subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, ""), ran.stderr
+    assert ran.stderr.startswith("error: the benches are not part of an installed lowtide.\nhint: they are in its repo")
+    assert "bench" in run([str(installed / "lowtide"), "--help"], tmp_path)
 
 
 @pytest.mark.long

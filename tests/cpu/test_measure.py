@@ -17,11 +17,11 @@ from torch import nn
 
 import lowtide
 from lowtide import models
-from lowtide.bench.predict import predict
 from lowtide.device import CPU
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
 from lowtide.measure.book import Book
+from lowtide.peaks.predict import predict
 
 measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 from mutants import JUNK, mutants, spoiled
 
+from lowtide.bench.cli import fit as bench_fit
 from lowtide.bench.fit import Cell, Survey, Verdict
-from lowtide.cli import bench_fit, checkpoint
+from lowtide.cli import checkpoint
 from lowtide.errors import FileError, LowtideError
 from lowtide.files import save
 from lowtide.measure.book import ANSWER, Book

@@ -11,7 +11,7 @@ import torch
 
 from lowtide import UsageError
 from lowtide.bench import soak as soaks
-from lowtide.cli.bench_limited import SOAKED
+from lowtide.bench.cli.limited import SOAKED
 
 GOOD = soaks.Soaked(
     steps=1000,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lowtide import allocator
 from lowtide.bench.classics.claim import Figure, Found, yes
 from lowtide.bench.classics.duel import Metered, duel, eager_memory
-from lowtide.bench.peaks import storage_bytes
 from lowtide.models import build
+from lowtide.peaks import storage_bytes
 from lowtide.plan import TIME_LIMIT
 
 BATCH, LITTLE = 64, 4  # sequences at once, and as the paper has it

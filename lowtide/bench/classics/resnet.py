@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from lowtide.bench import resident
 from lowtide.bench.classics.claim import Figure, Found, show, yes
 from lowtide.bench.classics.duel import duel
 from lowtide.capture import capture
@@ -14,6 +13,7 @@ from lowtide.fit import Fitted, fit
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline
 from lowtide.models import build
+from lowtide.peaks import resident
 from lowtide.plan import TIME_LIMIT, plan
 from lowtide.rewrite import with_narrow
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.bench.peaks import metered_peak, why_not
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.costs import Costs
 from lowtide.errors import LowtideError
 from lowtide.execute import execute
 from lowtide.measure import measure
+from lowtide.peaks import metered_peak, why_not
 from lowtide.plan import as_eager, keep_everything
 from lowtide.simulate import simulate
 

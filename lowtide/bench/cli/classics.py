@@ -12,7 +12,7 @@ import typer
 
 from lowtide.bench.classics import CLAIMS, Figure, apart
 from lowtide.bench.classics.drawing import draw
-from lowtide.cli.bench import Markdown, Part, Row, finish
+from lowtide.bench.cli.verbs import Markdown, Part, Row, finish
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, show_json, show_text, talk, working
 from lowtide.errors import FileError, UsageError

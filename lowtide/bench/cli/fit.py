@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from lowtide.bench import fit as fits
+from lowtide.bench.cli.verbs import Markdown, Part, Row, finish
 from lowtide.bench.peers import PEERS, Contestant, peers
 from lowtide.bench.race import Retired, Say
-from lowtide.cli.bench import Markdown, Part, Row, finish
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, talk

@@ -9,7 +9,7 @@ import typer
 
 from lowtide.bench import limited as limits
 from lowtide.bench import soak as soaks
-from lowtide.cli.bench import Markdown, Part, Row, finish, rows_of
+from lowtide.bench.cli.verbs import Markdown, Part, Row, finish, rows_of
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from lowtide.bench.cli.verbs import Markdown, Part, Row, finish
 from lowtide.bench.trust import campaign as campaigns
 from lowtide.bench.trust.campaign import Campaign
 from lowtide.bench.trust.life import Outcome
 from lowtide.bench.trust.order import Order
 from lowtide.bench.trust.twins import DOORS
-from lowtide.cli.bench import Markdown, Part, Row, finish
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting
 from lowtide.errors import UsageError

@@ -1,0 +1,16 @@
+"""`lowtide bench`: every number that we publish, made by one command."""
+
+from __future__ import annotations
+
+from lowtide.bench.cli import classics, fit, limited, plan, trust
+from lowtide.bench.cli.verbs import app
+from lowtide.cli import app as commands
+
+app.command()(classics.classics)
+app.command()(plan.plan)
+app.command()(fit.fit)
+app.command()(limited.limited)
+app.command()(limited.steady)
+app.command()(limited.soak)
+app.command()(trust.trust)
+commands.add_typer(app, name="bench", rich_help_panel=None)
