@@ -174,6 +174,7 @@ class _Loop:
         strides = tuple(None if one is None else tuple(one.stride()) for one in given)
         if half.done or _strides_of(half.captured) == strides:
             return half
+        half.refuse_autocast()
         outputs = half.outputs[: len(given)]
         self._habits = tuple(_habit(one, output) for one, output in zip(given, outputs, strict=True))
 

@@ -161,11 +161,7 @@ class Half:
                 "this step has had its backward already, or failed.",
                 hint="what it held is gone: run the forward again. retain_graph does not keep it.",
             )
-        if torch.is_autocast_enabled(torch.device(self.captured.graph.device).type):
-            raise UsageError(
-                "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
-                hint="call backward() after the autocast block, as torch advises.",
-            )
+        self.refuse_autocast()
         self._unchanged(self._needed)
         try:
             call.take_back(self.halves.given_bytes)
@@ -182,6 +178,14 @@ class Half:
             raise
         call.teach(runner.lessons)
         return result
+
+    def refuse_autocast(self) -> None:
+        """Raise where the second half would run under autocast."""
+        if torch.is_autocast_enabled(torch.device(self.captured.graph.device).type):
+            raise UsageError(
+                "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
+                hint="call backward() after the autocast block, as torch advises.",
+            )
 
     def close(self) -> None:
         """Let go of all that it holds."""
