@@ -283,9 +283,9 @@ EDITS = [
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_what_is_changed_after_fit_is_seen(edit: Callable[[Twin], None]) -> None:
     one, other = Twin(), Twin()
-    fitted = other.fit()
     told: list[str] = []
-    fitted._tell = told.append
+    other.fit(tell=told.append)
+    told.clear()
     both(one, other)
     both(one, other)
     assert not told  # nothing changed, nothing was captured
