@@ -18,6 +18,7 @@ from twins import assert_same, everything
 
 import lowtide
 from lowtide.execute import StaleError
+from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
 from lowtide.watch import tensors
 from lowtide.watch.memory import overlap, spans
@@ -72,7 +73,7 @@ class Case:
         """All that is done before the first op of a step, with the C++ that compares tensors or without."""
         library, binding = self.bindings[0 if compiled else 1]
         with mock.patch.object(CALLERS, "library", return_value=library):
-            binding.inputs(binding.check((X, Y)))
+            binding.take(Batch.of((X, Y)))
 
     def state(self, key: str = "exp_avg") -> Tensor:
         found: Tensor = self.optimizer.state[self.model.head.weight][key]
