@@ -5,9 +5,8 @@ from __future__ import annotations
 import array
 import collections
 import enum
-import functools
 import weakref
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -15,7 +14,16 @@ import torch
 
 from lowtide.capture.follow import Follower
 from lowtide.capture.lines import Use
-from lowtide.capture.world import ATOMS, OPTIMIZER_HOOKS, REGISTRIES, World, generator_state, library, own_names
+from lowtide.capture.world import (
+    ATOMS,
+    OPTIMIZER_HOOKS,
+    REGISTRIES,
+    World,
+    generator_state,
+    library,
+    own_names,
+    parts_of,
+)
 from lowtide.errors import CaptureError
 from lowtide.guards import MISSING, Content, Entry, Guards, Names, Place
 
@@ -86,10 +94,12 @@ class Assumptions:
                 self._entry(value.__dict__, attribute, value.__dict__[attribute], f"{name}.{attribute}")
 
     def _look(self, value: Any, name: str, uses: frozenset[Use]) -> None:
+        if (parts := parts_of(value, name)) is not None:
+            for part, path in parts:
+                self._wait(part, path, uses if isinstance(value, (tuple, frozenset)) else READ)
+            return
         held = self.world.held.get(id(value))
         match value:
-            case torch.Tensor() | BuiltinFunctionType():
-                return
             case ModuleType():
                 if id(value.__dict__) in self.world.held:
                     self._attributes(value.__dict__, name)
@@ -109,21 +119,8 @@ class Assumptions:
             case list() | set() | collections.deque() | bytearray() | array.array() | numpy.ndarray():
                 if held is not None and uses != ADD:
                     self._container(held.before, value, name, uses)
-            case tuple() | frozenset():
-                for number, item in enumerate(value):
-                    self._wait(item, f"{name}[{number}]", uses)
             case FunctionType():
                 self._function(value, name)
-            case MethodType():
-                self._wait(value.__self__, f"{name}.__self__")
-                self._wait(value.__func__, name)
-            case functools.partial():
-                for part in (value.func, value.args, value.keywords):
-                    self._wait(part, name)
-            case staticmethod() | classmethod():
-                self._wait(value.__func__, name)
-            case property():
-                self._wait(value.fget, name)
             case type():
                 self._class(value)
             case _:

@@ -98,11 +98,12 @@ class World:
 
     def _inside(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         """What is in an object, after it was written down."""
+        if (parts := parts_of(value, name)) is not None:
+            yield from parts
+            return
         match value:
             case ModuleType():
                 yield from self._data_of(value)
-            case torch.Tensor() | BuiltinFunctionType():
-                return
             case weakref.ref():
                 yield value(), name
             case enum.Enum():
@@ -120,8 +121,6 @@ class World:
                 yield from self._hold(value, list(value), name, _numbered(value, name))
             case set() | bytearray() | array.array():
                 yield from self._hold(value, copy.copy(value), name, ())
-            case tuple() | frozenset():
-                yield from _numbered(value, name)
             case numpy.ndarray():
                 if value.size <= MANY:
                     self.held[id(value)] = Held(value, value.copy(), name)
@@ -129,17 +128,6 @@ class World:
                     self.opaque[id(value)] = name
             case FunctionType():
                 yield from self._function(value, name)
-            case MethodType():
-                yield value.__self__, f"{name}.__self__"
-                yield value.__func__, name
-            case functools.partial():
-                yield value.func, f"{name}.func"
-                yield value.args, f"{name}.args"
-                yield value.keywords, f"{name}.keywords"
-            case staticmethod() | classmethod():
-                yield value.__func__, name
-            case property():
-                yield value.fget, name
             case type():
                 if not library(value.__module__):
                     self.held[id(value)] = Held(value, own_names(value), value.__name__, attributes=True)
@@ -298,6 +286,24 @@ def _restore(held: Held) -> None:
                     setattr(holder, key, item)
                 elif hasattr(holder, key):
                     delattr(holder, key)
+
+
+def parts_of(value: Any, name: str) -> Iterable[tuple[Any, str]] | None:
+    """What is in an object that always has the same parts, or none that we look at; None for all others."""
+    match value:
+        case torch.Tensor() | BuiltinFunctionType():
+            return ()
+        case tuple() | frozenset():
+            return _numbered(value, name)
+        case MethodType():
+            return (value.__self__, f"{name}.__self__"), (value.__func__, name)
+        case functools.partial():
+            return tuple((getattr(value, key), f"{name}.{key}") for key in ("func", "args", "keywords"))
+        case staticmethod() | classmethod():
+            return ((value.__func__, name),)
+        case property():
+            return ((value.fget, name),)
+    return None
 
 
 def same_array(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from twins import assert_same, everything
 
 import lowtide
 from lowtide.execute import StaleError
+from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
 from lowtide.watch import tensors
 from lowtide.watch.memory import overlap, spans
@@ -62,13 +64,16 @@ class Case:
             step, self.model, self.optimizer, example=(X, Y), budget="1GiB", costs="roofline", time_limit=0.1
         )
         self.fitted(X, Y)
-        self.binding = Binding(self.fitted.captured)
-        self.look()
-        self.look()
+        self.bindings = [(CALLERS.library(), Binding(self.fitted.captured)), (None, Binding(self.fitted.captured))]
+        for _ in range(2):
+            for compiled in (True, False):
+                self.look(compiled)
 
-    def look(self) -> None:
-        """All that is done before the first op of a step."""
-        self.binding.inputs(self.binding.check((X, Y)))
+    def look(self, compiled: bool = True) -> None:
+        """All that is done before the first op of a step, with the C++ that compares tensors or without."""
+        library, binding = self.bindings[0 if compiled else 1]
+        with mock.patch.object(CALLERS, "library", return_value=library):
+            binding.take(Batch.of((X, Y)))
 
     def state(self, key: str = "exp_avg") -> Tensor:
         found: Tensor = self.optimizer.state[self.model.head.weight][key]
@@ -209,11 +214,12 @@ EDITS: list[Callable[[Case], None]] = [
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_what_changes_in_place_is_seen_before_the_step(case: Case, edit: Callable[[Case], None]) -> None:
+def test_what_changes_in_place_is_seen_before_the_step(edit: Callable[[Case], None]) -> None:
+    case = Case()
     edit(case)
-    for _ in range(2):  # and again, as long as it is so
+    for compiled in (True, False) * 2:  # and again, as long as it is so
         with pytest.raises(StaleError):
-            case.look()
+            case.look(compiled)
 
 
 def move(case: Case) -> None:
