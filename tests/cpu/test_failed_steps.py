@@ -78,11 +78,11 @@ def test_an_op_that_may_have_failed_between_two_writes_counts() -> None:
     graph, program = runner.captured.graph, runner.program
     targets = [graph.ops[item.op].target if isinstance(item, Run) else "" for item in program.instructions]
     reached = targets.index("aten.native_batch_norm.default")
-    written = _written(graph, program, reached, interrupted=False)
+    written = _written(graph, program, reached, between=False)
     assert {("buffer", "1.running_mean"), ("buffer", "1.running_var")} <= set(written)
     assert not {kind for kind, _ in written} & {"parameter", "state"}
     reached = next(number for number, target in enumerate(targets) if "add_" in target and number > reached)
-    assert not {"parameter"} & {kind for kind, _ in _written(graph, program, reached, interrupted=False)}
+    assert not {"parameter"} & {kind for kind, _ in _written(graph, program, reached, between=False)}
 
 
 def test_a_half_that_was_never_made_is_let_go_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
