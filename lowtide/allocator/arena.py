@@ -16,16 +16,17 @@ import gc
 import mmap
 import os
 import threading
-import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 from lowtide.allocator import build
 from lowtide.allocator.build import AllocatorUnavailable
+from lowtide.ending import Ending
 from lowtide.errors import LowtideError
 
 NO_MEMORY = -3  # kNoMemory in allocator.cpp
@@ -71,7 +72,7 @@ class Tape:
             raise ArenaError(
                 f"there is no memory for the places of {entries:,} allocations.", hint="end what else uses the memory."
             )
-        weakref.finalize(self, library.lowtide_tape_drop, self.handle)
+        Ending(self, partial(library.lowtide_tape_drop, self.handle))
 
 
 class Arena:
@@ -87,7 +88,7 @@ class Arena:
                 f"the system has no {nbytes:,} bytes for the arena of this step.",
                 hint="give a smaller budget, or end what else uses the memory.",
             )
-        self.close = weakref.finalize(self, library.lowtide_arena_unmap, self.handle)
+        self.close = Ending(self, partial(library.lowtide_arena_unmap, self.handle))
 
     @property
     def blocks(self) -> int:
@@ -126,7 +127,7 @@ class Pool:
             known = key in self._needs
             self._needs[key] = nbytes
         if not known:
-            weakref.finalize(user, self._forget, key)
+            Ending(user, partial(self._forget, key))
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[Arena]:
@@ -190,18 +191,17 @@ def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None =
 class Stepping:
     """The `with` of a step."""
 
-    _open = False  # whether the step may be running
-
     def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
         self.step = Step()
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
+        self._ending: Ending | None = None  # of a step that may be running
 
     def __enter__(self) -> Step:
         cursor, tape, arena = self._used
         address, _ = cursor.buffer_info()
         library = build.load()
-        self._open = True
+        self._ending = Ending(self, partial(_end, self._number, Step()))  # where who should end it is interrupted
         answer = library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address)
         if answer == NO_MEMORY:
             raise ArenaError("there is no memory to begin a step.", hint="end what else uses the memory.")
@@ -215,10 +215,6 @@ class Stepping:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def __del__(self) -> None:
-        if self._open:  # whoever should have ended it was interrupted
-            self.end()
-
     def pause(self) -> None:
         """What the thread allocates from here on, until the step goes on, is not the step's."""
         build.load().lowtide_step_pause(self._number)
@@ -229,18 +225,24 @@ class Stepping:
 
     def end(self) -> None:
         """End the step if it runs; where an interruption may come between, call this after the `with` as well."""
-        library = build.load()
-        handle = library.lowtide_step_end(self._number)
-        self._open = False
-        if not handle:
-            return
-        step, counters = self.step, (ctypes.c_int64 * 4)()
-        library.lowtide_step_read(handle, counters)
-        step.outside, step.placed, step.mismatches, length = counters
-        numbers = (ctypes.c_int64 * (4 * length))()
-        library.lowtide_step_take(handle, numbers)
-        rows = zip(*(numbers[column::4] for column in range(4)), strict=True)
-        step.events = [Event(*row) for row in rows]
+        _end(self._number, self.step)
+        if self._ending is not None:
+            self._ending.call_off()
+
+
+def _end(number: int, step: Step) -> None:
+    """End the step of this number if it runs, and fill in what it did."""
+    library = build.load()
+    handle = library.lowtide_step_end(number)
+    if not handle:
+        return
+    counters = (ctypes.c_int64 * 4)()
+    library.lowtide_step_read(handle, counters)
+    step.outside, step.placed, step.mismatches, length = counters
+    numbers = (ctypes.c_int64 * (4 * length))()
+    library.lowtide_step_take(handle, numbers)
+    rows = zip(*(numbers[column::4] for column in range(4)), strict=True)
+    step.events = [Event(*row) for row in rows]
 
 
 _NUMBERS = count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 
 from lowtide import kernels, private
 from lowtide.captured import Captured, Slot
+from lowtide.ending import Ending
 from lowtide.errors import UsageError
 from lowtide.execute.batch import Batch
 from lowtide.execute.call import Call
@@ -64,11 +66,23 @@ class Halves:
         return found
 
 
+@dataclass
+class _Held:
+    """What a half holds of memory: it may be closed again, where that was interrupted."""
+
+    call: Call
+    program: Generator[list[Any], list[Any], list[Any]] | None = None
+
+    def close(self) -> None:
+        if self.program is not None:
+            self.program.close()
+            self.program = None
+        self.call.close()
+
+
 class Half:
     """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
 
-    _call: Call | None = None  # one that is not made yet, or was interrupted before, holds nothing
-    _program: Generator[list[Any], list[Any], list[Any]] | None = None
     inputs: dict[tuple[Any, ...], Any]  # what it was given
     _places: list[tuple[Place, Any]]  # where it put something into Python objects, and what was there before
 
@@ -83,11 +97,13 @@ class Half:
         kept = () if halves.large and halves.proven else halves.written
         self._written = [(inputs[place], inputs[place].detach().clone()) for place in kept]
         needed = [(name, inputs[place]) for place, name in halves.inputs_again]
-        self._call = call = runner.call()
+        call = runner.call()
+        self._held = held = _Held(call)
+        self._ending = Ending(self, held.close)
         try:
-            self._program = call.begin(runner.function, inputs)
+            held.program = program = call.begin(runner.function, inputs)
             with torch.enable_grad(), private.below_autograd():
-                self.outputs = next(self._program)
+                self.outputs = next(program)
             self._state = call.hand_over()  # of the generator before the step
         except BaseException as error:
             inputs.clear()
@@ -109,7 +125,7 @@ class Half:
     @property
     def done(self) -> bool:
         """Whether it was finished or closed."""
-        return self._program is None
+        return self._held.program is None
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -155,8 +171,8 @@ class Half:
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
-        runner, call = self.halves.runner, self._call
-        if self._program is None or call is None:
+        runner, call, program = self.halves.runner, self._held.call, self._held.program
+        if program is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
                 hint="what it held is gone: run the forward again. retain_graph does not keep it.",
@@ -168,7 +184,7 @@ class Half:
             try:
                 # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
                 with torch.enable_grad(), private.below_autograd():
-                    self._program.send(list(given))
+                    program.send(list(given))
             except StopIteration as end:
                 result = runner.binding.leave(end.value)
                 self.halves.proven = True
@@ -189,16 +205,10 @@ class Half:
 
     def close(self) -> None:
         """Let go of all that it holds."""
-        program, self._program = self._program, None
-        if program is not None:
-            program.close()
-        if self._call is not None:
-            self._call.close()
+        self._held.close()
+        self._ending.call_off()
         self.outputs = []
         self._needed, self._given, self._written, self.inputs = [], [], [], {}
-
-    def __del__(self) -> None:
-        self.close()
 
     @staticmethod
     def _unchanged(needed: Sequence[tuple[str, torch.Tensor, int]]) -> None:

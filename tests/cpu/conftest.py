@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide import allocator, files
+from lowtide import allocator, ending, files
 from lowtide.kernels import own
 from lowtide.watch import quick, tensors
 
@@ -28,6 +28,7 @@ def libraries() -> None:
     own._library()
     quick._library()
     tensors.library()
+    ending._undisturbed()
     for name in PLANNER:
         importlib.import_module(f"lowtide.plan.{name}").library()
 

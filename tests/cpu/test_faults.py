@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import inspect
 import os
 import random
 import shutil
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -67,9 +70,7 @@ def test_any_allocation_fails(preload: Path, whose: str) -> None:
     assert len(fail_each(preload, whose, FEW, MANY)) == 5
 
 
-# Ctrl-C; one that comes while a finalizer runs is ignored by Python, which says so
-
-LOST = "ignore::pytest.PytestUnraisableExceptionWarning"
+# Ctrl-C
 
 
 @pytest.fixture
@@ -142,14 +143,12 @@ def interrupt_often(door: str, moments: int, seed: int) -> int:
     return came
 
 
-@pytest.mark.filterwarnings(LOST)
 @pytest.mark.parametrize("door", ["fit", "wrap"])
 def test_ctrl_c_at_some_moments(alarm: None, door: str) -> None:
     assert interrupt_often(door, MOMENTS, 0) > 0
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings(LOST)
 @pytest.mark.parametrize("door", ["fit", "wrap"])
 def test_ctrl_c_at_many_moments(alarm: None, door: str) -> None:
     assert interrupt_often(door, MORE_MOMENTS, 1) > MORE_MOMENTS // 4
@@ -161,17 +160,21 @@ AROUND = (
     "lowtide.execute.arrangement",
     "lowtide.execute.lessons",
     "lowtide.allocator.arena",
+    "lowtide.ending",
 )
 
 
-def interrupted_at(line: int, run: Callable[[], object]) -> bool:
-    """Run, with an interruption at this line, counted from the first, of the code around a half; was it reached?"""
+def interrupted_at(line: int, run: Callable[[], object]) -> tuple[bool, bool]:
+    """Run, with an interruption at this line, counted from the first, of the code around a half.
+
+    Whether the line was reached, and whether the interruption was heard.
+    """
     files = {sys.modules[name].__file__ for name in AROUND}
-    lines = 0
+    lines, heard = 0, False
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename not in files or frame.f_code.co_name == "__del__":
+        if frame.f_code.co_filename not in files:
             return None
         lines += event == "line"
         if event == "line" and lines == line:
@@ -182,15 +185,15 @@ def interrupted_at(line: int, run: Callable[[], object]) -> bool:
     sys.settrace(trace)
     try:
         run()
+        gc.isenabled()  # a call, after which Python listens
     except KeyboardInterrupt:
-        pass
+        heard = True
     finally:
         sys.settrace(usual)
-    return lines >= line
+    return lines >= line, heard
 
 
-@pytest.mark.filterwarnings(LOST)
-def test_an_interruption_at_any_line_around_a_half_leaves_nothing_behind() -> None:
+def test_an_interruption_at_any_line_around_a_half_is_heard_and_leaves_nothing_behind() -> None:
     train, model, optimizer, example = doors("wrap")
     for _ in range(3):
         train(*example)
@@ -199,9 +202,57 @@ def test_an_interruption_at_any_line_around_a_half_leaves_nothing_behind() -> No
     reached = True
     while reached:
         line += 1
-        reached = interrupted_at(line, lambda: train(*example))
+        reached, heard = interrupted_at(line, lambda: train(*example))
+        assert heard == reached, line
         assert nothing_left(), line
     assert line > 60
     model.load_state_dict(held[0])
     optimizer.load_state_dict(held[1])
     train(*example)
+
+
+def test_an_interruption_at_any_line_is_heard_where_a_forward_has_no_backward() -> None:
+    model, _, example = recipe()
+    net = lowtide.wrap(model, example=example[:1], budget="3MiB", time_limit=0.2)
+    for _ in range(3):
+        net(example[0])
+    line = 0
+    reached = True
+    while reached:
+        line += 1
+        reached, heard = interrupted_at(line, lambda: net(example[0]))
+        assert heard == reached, line
+        assert nothing_left(), line
+        assert all(arena.blocks == 0 for arena in POOL._idle), line
+    assert line > 40
+
+
+class Something:
+    """Something that a weak reference can be had of."""
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_ctrl_c_before_a_half_is_gone_is_heard_after_it(done: bool) -> None:
+    """C++ frees the half, and no code of Python's runs between the signal and that."""
+    train, _, _, example = doors("wrap")
+    for _ in range(3):
+        train(*example)
+    fitted = inspect.getclosurevars(train).nonlocals["net"].fitted
+    half = fitted((example[0],), {})
+    if done:
+        half.finish([torch.zeros_like(half.outputs[0])])
+    signal_it = ctypes.PyDLL(None).PyErr_SetInterrupt
+    signal_it.argtypes, signal_it.restype = [ctypes.py_object], None
+    first = Something()
+    watch = weakref.ref(first, signal_it)
+    both = [half, first]  # freed from the last on
+    del half, first
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            both.clear()
+            gc.isenabled()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert watch() is None
+    assert nothing_left()

@@ -23,7 +23,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "rewrites",
     "aten",
 }
-INSTRUMENTS = {"allocator", "device", "kernels", "native", "private", "recompute", "watch"}
+INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "private", "recompute", "watch"}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
@@ -40,7 +40,7 @@ PLAIN = {
     "errors",
     "files",
 }  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"native", "plan", "report"}
+WITHOUT_TORCH = NOUNS | {"ending", "native", "plan", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),
