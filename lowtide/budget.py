@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from fractions import Fraction
 from pathlib import Path
 
 from lowtide.errors import UsageError
@@ -14,6 +15,8 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
+MOST = 2**60  # bytes; sums of a few budgets still are numbers of 64 bits
+LONGEST = 40  # letters
 MACHINE, PROCESS, GROUPS = Path("/proc/meminfo"), Path("/proc/self"), Path("/sys/fs/cgroup")
 LIMITS = (  # of the control group, of both kinds: the most, what is used now, and what that consists of
     ("memory.max", "memory.current", "memory.stat"),
@@ -31,14 +34,14 @@ def read_budget(budget: int | str, *, stays: int, eager_peak: int) -> int:
     """The bytes of a budget; a percentage is `stays` plus that part of what eager's step adds to it."""
     if isinstance(budget, int) and not isinstance(budget, bool):
         return _positive(budget, budget)
-    found = FORM.fullmatch(budget) if isinstance(budget, str) else None
+    found = FORM.fullmatch(budget) if isinstance(budget, str) and len(budget) <= LONGEST else None
     if found is None or (found[2] != "%" and found[2].lower() not in UNITS):
         raise UsageError(
-            f"{budget!r} is no budget.", hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%)."
+            f"{_shown(budget)} is no budget.", hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%)."
         )
     if found[2] == "%":
         return _positive(stays + round(float(found[1]) / 100 * max(0, eager_peak - stays)), budget)
-    return _positive(round(float(found[1]) * UNITS[found[2].lower()]), budget)
+    return _positive(round(Fraction(found[1]) * UNITS[found[2].lower()]), budget)
 
 
 def free_memory() -> int:
@@ -81,5 +84,17 @@ def _text(path: Path) -> str:
 
 def _positive(nbytes: int, budget: int | str) -> int:
     if nbytes <= 0:
-        raise UsageError(f"a budget of {budget!r} leaves no bytes.", hint="give the memory that you have: 2GiB.")
+        raise UsageError(f"a budget of {_shown(budget)} leaves no bytes.", hint="give the memory that you have: 2GiB.")
+    if nbytes > MOST:
+        raise UsageError(
+            f"{_shown(budget)} is no budget: it is more than 2**60 bytes.", hint="give the memory that you have: 2GiB."
+        )
     return nbytes
+
+
+def _shown(budget: object) -> str:
+    """A budget as it was given, unless that is endless."""
+    if isinstance(budget, int) and abs(budget) > MOST:
+        return f"a number of {budget.bit_length()} bits"
+    shown = repr(budget)
+    return shown if len(shown) <= 2 * LONGEST else f"{shown[: 2 * LONGEST]}..."

@@ -9,6 +9,7 @@ class LowtideError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = message.encode("utf-8", "backslashreplace").decode()  # names of files may have what can't be printed
         super().__init__(message if hint is None else f"{message}\nhint: {hint}")
         self.message = message
         self.hint = hint

@@ -87,7 +87,12 @@ def _cached(start: str, signatures: Signatures) -> ctypes.CDLL | None:
 
 def _compiler(what: str) -> list[str]:
     """The words of the compiler's command: $CXX, or the first of the usual names that is there."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:  # a quotation that does not end
+        raise NativeUnavailable(
+            f"{what} needs a C++ compiler, and $CXX is no command: {error}.", hint=INSTALL
+        ) from error
     if named:
         if shutil.which(named[0]) is None:
             raise NativeUnavailable(f"{what} needs a C++ compiler, and $CXX names none: {named[0]}.", hint=INSTALL)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from lowtide.errors import FileError, UsageError
-from lowtide.files.disk import advice, settle
+from lowtide.files.disk import advice, beside, settle
 
 FORMAT = "lowtide checkpoint 1"
+PICKLED = "a checkpoint holds tensors, numbers and texts, in lists and dicts: keep nothing else in the state."
 RESUME = "--resume takes what --save wrote."
 
 
@@ -102,7 +103,7 @@ class Checkpoint:
         except (OSError, RuntimeError, TypeError, AttributeError, pickle.PickleError) as error:
             failed = _of_the_system(error)
             if failed is None:
-                raise FileError(f"cannot save {path}: {error}") from error
+                raise FileError(f"cannot save {path}: {error}", hint=PICKLED) from error
             raise FileError(f"cannot save {path}: {failed.strerror or failed}", hint=advice(failed)) from error
 
 
@@ -207,7 +208,7 @@ def make_room(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _partial(path).unlink(missing_ok=True)
     except OSError as error:
-        raise FileError(f"cannot save {path}: {error}") from error
+        raise FileError(f"cannot save {path}: {error.strerror or error}.", hint=advice(error)) from error
 
 
 def _of_the_system(error: BaseException | None) -> OSError | None:
@@ -218,4 +219,4 @@ def _of_the_system(error: BaseException | None) -> OSError | None:
 
 
 def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+    return beside(path, "partial")

@@ -18,6 +18,7 @@ __all__ = ["cache_folder", "digest", "load", "parse", "save", "shaped", "write_a
 VERSION = 1
 LIMIT = 2**29  # bytes of a file; the longest loops that were ever planned take a tenth of it
 DEPTH = 32  # lists in lists; nouns need six
+NUMBERS = "look for what came out as nan or inf where it was measured."
 HEADER = record({"lowtide": text, "version": whole(), "sha256": text})
 
 
@@ -32,12 +33,17 @@ def save(path: str | os.PathLike[str], kind: str, payload: Any, *, force: bool =
     path = Path(path)
     if os.path.lexists(path) and not force:
         raise FileError(f"{path} exists already.", hint="choose another name, or pass force=True (--force).")
-    header = {"lowtide": kind, "version": VERSION, "sha256": digest(payload)}
-    body = json.dumps(payload, separators=(",", ":"), allow_nan=False)
+    try:
+        header = {"lowtide": kind, "version": VERSION, "sha256": digest(payload)}
+        body = json.dumps(payload, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise FileError(f"cannot write {path}: this {kind} has a number in it that is none.", hint=NUMBERS) from error
     try:
         write_atomically(path, json.dumps(header) + "\n" + body + "\n")
     except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}.", hint=advice(error)) from error
+        raise FileError(f"cannot write {path}: {error.strerror or error}.", hint=advice(error)) from error
+    except ValueError as error:  # the system has no files of this name
+        raise FileError(f"cannot write {str(path)!r}: {error}.", hint="choose another name.") from error
 
 
 def load(path: str | os.PathLike[str], kind: str) -> Any:
@@ -46,20 +52,29 @@ def load(path: str | os.PathLike[str], kind: str) -> Any:
     try:
         with open(path, "rb") as file:
             content = file.read(LIMIT + 1)
-        if len(content) > LIMIT:
-            raise FileError(f"{path} has more than {LIMIT:,} bytes, which no {kind} has.")
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}.", hint=f"name a {kind} file.") from error
+    except MemoryError as error:
+        raise FileError(f"cannot read {path}: there is not enough memory.", hint="end what else uses it.") from error
+    except ValueError as error:  # the system has no files of this name
+        raise FileError(f"cannot read {str(path)!r}: {error}.", hint=f"name a {kind} file.") from error
+    if len(content) > LIMIT:
+        raise FileError(f"{path} has more than {LIMIT:,} bytes, which no {kind} has.", hint=f"name a {kind} file.")
+    try:
         whole_text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError, MemoryError, ValueError) as error:  # ValueError: a null byte in the name
-        raise FileError(f"cannot read {path}: {error or 'there is not enough memory'}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"cannot read {path}: {error}.", hint=f"name a {kind} file.") from error
     first, _, body = whole_text.partition("\n")
     try:
         found, version, expected = HEADER(parse(first)).values()
     except ValueError as error:
-        raise FileError(f"{path} is not a lowtide file: its first line is no header.") from error
+        raise FileError(
+            f"{path} is not a lowtide file: its first line is no header.", hint=f"name a {kind} file."
+        ) from error
     if found != kind:
-        raise FileError(f"{path} holds a {found[:40]}, not a {kind}.")
+        raise FileError(f"{path} holds a {found[:40]}, not a {kind}.", hint=f"name a {kind} file.")
     if version != VERSION:
-        raise FileError(f"{path} has version {version}; this lowtide reads version {VERSION}.")
+        raise FileError(f"{path} has version {version}; this lowtide reads version {VERSION}.", hint="make it again.")
     try:
         payload = parse(body)
     except ValueError as error:

@@ -60,16 +60,24 @@ def own_folder() -> Path:
 
 def looked_in() -> list[Path]:
     """The folders in which something may have been kept, the likelier first."""
-    return list(dict.fromkeys([own_folder(), *([private_folder()] if os.path.lexists(_users()) else [])]))
+    found = []
+    for folder in (own_folder, _kept_privately):
+        with contextlib.suppress(OSError):  # there is no room for temporary files
+            found.append(folder())
+    return list(dict.fromkeys(path for path in found if path is not None))
 
 
 def private_folder() -> Path:
     """A folder for temporary files that is this user's alone, or this process's where there is no such."""
-    folder = _users()
     try:
+        folder = _users()
         return folder if _doubt(folder) is None else _of_this_process()
     except OSError:
         return _of_this_process()
+
+
+def _kept_privately() -> Path | None:
+    return private_folder() if os.path.lexists(_users()) else None
 
 
 def _users() -> Path:

@@ -19,7 +19,7 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> Non
     """
     content = memoryview(data.encode("utf-8") if isinstance(data, str) else data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    temporary = beside(path, secrets.token_hex(8))
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = os.open(temporary, flags, mode)
@@ -35,6 +35,12 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666) -> Non
             os.unlink(temporary)
         raise
     settle(path.parent)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """A hidden file in the same folder; a long name is cut, for a system takes 255 bytes."""
+    start = os.fsdecode(os.fsencode(path.name)[:100]) if len(os.fsencode(path.name)) > 200 else path.name
+    return path.with_name(f".{start}.{ending}")
 
 
 def settle(folder: Path) -> None:
@@ -54,4 +60,6 @@ def is_full(error: BaseException) -> bool:
 
 def advice(error: OSError) -> str:
     """What to do about a file that could not be written."""
+    if error.errno in (errno.EISDIR, errno.ENAMETOOLONG, errno.EILSEQ, errno.EBUSY):
+        return "choose another name."
     return ROOM if is_full(error) else "choose a folder that can be written."
