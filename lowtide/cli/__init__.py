@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli import data
+from lowtide.cli.batch import batch
 from lowtide.cli.bench import add_bench
 from lowtide.cli.curve import curve
 from lowtide.cli.models import models
@@ -47,6 +48,7 @@ def _options(
 app.command()(profile)
 app.command()(plan)
 app.command()(curve)
+app.command()(batch)
 app.command()(train)
 app.command()(verify)
 app.command()(models)

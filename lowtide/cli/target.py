@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide import models
+from lowtide import models, tree
 from lowtide.errors import LowtideError, UsageError
 
 SHAPE = "(step, model, optimizer, example)"
@@ -29,8 +29,8 @@ class Built(NamedTuple):
     example: tuple[Any, ...]
 
 
-def build(target: str) -> Built:
-    """Build a built-in model, or call the function of the user's file."""
+def build(target: str, *, batch: int | None = None) -> Built:
+    """Build a built-in model, or call the function of the user's file; with a batch of this many examples, if given."""
     file, colon, function = target.rpartition(":")
     if target.endswith(".py"):
         raise UsageError(
@@ -38,11 +38,19 @@ def build(target: str) -> Built:
             hint=f"write {target}:make, where make() returns {SHAPE}.",
         )
     if not colon or not file.endswith(".py"):
-        return Built(*models.build(target))
-    return _from_file(Path(file), function)
+        return Built(*models.build(target if batch is None else _sized(target, batch)))
+    return _from_file(Path(file), function, batch)
 
 
-def _from_file(path: Path, name: str) -> Built:
+def _sized(target: str, batch: int) -> str:
+    """A built-in target with another batch."""
+    name, _, text = target.partition(":")
+    models.parse(target)  # raises where it is none
+    options = [option for option in text.split(",") if option and not option.startswith("batch=")]
+    return f"{name}:{','.join([*options, f'batch={batch}'])}"
+
+
+def _from_file(path: Path, name: str, batch: int | None) -> Built:
     if not path.is_file():
         raise UsageError(
             f"there is no file {path}.", hint="write file.py:function, with the path from where you are now."
@@ -55,7 +63,27 @@ def _from_file(path: Path, name: str) -> Built:
             )
         if _needs_arguments(function):
             raise UsageError(f"{name} in {path} needs arguments.", hint="it is called without any; give them defaults.")
-        return _checked(function(), f"{name} in {path}")
+        where = f"{name} in {path}"
+        if batch is None:
+            return _checked(function(), where)
+        if "batch" in inspect.signature(function).parameters:
+            return _checked(function(batch=batch), where)
+        return _resized(_checked(function(), where), batch, where)
+
+
+def _resized(built: Built, batch: int, where: str) -> Built:
+    """The same with an example of so many rows: its own, over and over."""
+    leaves, structure = tree.flatten(built.example)
+    rows = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(rows) != 1:
+        what = "no tensor" if not rows else f"tensors of {', '.join(map(str, sorted(rows)))} rows"
+        raise UsageError(
+            f"the example that {where} returned has {what}, so its batch can't be seen.",
+            hint="give the function a parameter `batch`, and return an example of that many.",
+        )
+    order = torch.arange(batch) % rows.pop()
+    sized = [leaf[order] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf for leaf in leaves]
+    return built._replace(example=tuple(structure.build(sized)))
 
 
 def _load(path: Path) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.report.batch import BatchReport
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
@@ -13,6 +14,7 @@ from lowtide.report.story import Story
 from lowtide.report.table import Table
 
 __all__ = [
+    "BatchReport",
     "Explanation",
     "Frontier",
     "Heading",

@@ -26,7 +26,7 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "profile", "plan", "curve", "train", "verify", "models"),
+        *("", "profile", "plan", "curve", "batch", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
         *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
         *("data", "data install"),

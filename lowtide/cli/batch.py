@@ -1,0 +1,65 @@
+"""`lowtide batch`: throughput against batch size within a budget, and the batch to use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtide import report
+from lowtide.batch import Parts, batch_sizes
+from lowtide.budget import free_memory, read_budget
+from lowtide.cli.plan import FromCosts, TimeLimit
+from lowtide.cli.profile import CostsFrom, Json, Target
+from lowtide.cli.talk import answering, show, show_json, telling
+from lowtide.cli.target import build
+from lowtide.costs import Costs
+from lowtide.errors import UsageError
+from lowtide.graph import Graph
+from lowtide.measure import measure, roofline
+
+BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB; nine tenths of what is free if left out."
+TIME_LIMIT = 2.0  # seconds of search for each size
+FREE = 0.9  # of the memory that is free
+
+
+@answering
+def batch(
+    target: Target,
+    budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    costs: FromCosts = CostsFrom.MEASURED,
+    time_limit: TimeLimit = TIME_LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Show the throughput of each batch size within a budget, the largest that fits, and the one to use."""
+    nbytes = _bytes(budget)
+    build(target)  # an error in it comes before all work
+    with telling(f"building {target}") as tell:
+
+        def price(graph: Graph) -> Costs:
+            if costs is CostsFrom.ROOFLINE:
+                return roofline(graph)
+            return measure(graph, progress=lambda done, all_: tell(f"measured {done} of {all_} distinct ops"))
+
+        found = batch_sizes(
+            lambda count: Parts(*build(target, batch=count)),
+            nbytes,
+            price=price,
+            time_limit=time_limit,
+            real=costs is CostsFrom.MEASURED,
+            tell=tell,
+        )
+    if as_json:
+        show_json({"target": target, "costs": costs.value, **found.to_json()})
+    else:
+        show(report.BatchReport(target, costs.value, found))
+
+
+def _bytes(budget: str | None) -> int:
+    if budget is None:
+        return int(FREE * free_memory())
+    if "%" in budget:
+        raise UsageError(
+            f"a budget of {budget!r} is another one for each batch size.", hint="give bytes: --budget 2GiB."
+        )
+    return read_budget(budget, stays=1, eager_peak=1)

@@ -1,0 +1,97 @@
+"""Which batch size pays: the sizes that are said to fit do, larger ones do not, and files are resized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lowtide
+from lowtide import models
+from lowtide.batch import Parts, batch_sizes
+from lowtide.cli import app
+from lowtide.errors import UsageError
+from lowtide.measure import roofline
+from lowtide.plan import as_eager
+from lowtide.rewrite import with_narrow
+
+TARGET = "mlp:width=16,depth=3,features=8"
+BUDGET = 40_000  # bytes
+FILE = """
+import torch
+from torch import nn
+
+def step(model, optimizer, x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+def make():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(4, 8), torch.arange(4) % 4)
+
+def uneven():
+    return step, *make()[1:3], (torch.randn(4, 8), torch.arange(3) % 4)
+"""
+
+
+def eager_peak(batch: int) -> int:
+    """Eager's peak at one size, straight from its own capture."""
+    graph = with_narrow(lowtide.capture(*models.build(f"{TARGET},batch={batch}")).graph)
+    return lowtide.simulate(graph, roofline(graph), as_eager(graph)).peak
+
+
+def test_the_largest_batches_and_the_one_to_use() -> None:
+    found = batch_sizes(
+        lambda count: Parts(*models.build(f"{TARGET},batch={count}")),
+        BUDGET,
+        price=roofline,
+        time_limit=0.2,
+        real=False,
+    )
+    largest = found.largest["eager"]
+    assert largest is not None
+    assert eager_peak(largest) <= BUDGET
+    assert eager_peak(largest + max(1, largest // 8)) > BUDGET
+    assert found.largest["plan"] is not None
+    assert found.largest["plan"] >= (found.largest["sharing"] or 0) >= largest
+    for size in found.points:
+        assert size.eager.fits == (size.batch <= largest), size
+        assert size.plan is not None
+        assert size.plan.peak <= BUDGET
+        assert size.plan.seconds >= size.eager.seconds * (1 - 1e-9)
+        assert size.eager.peak == eager_peak(size.batch)
+    rates = {size.batch: size.batch / size.plan.seconds for size in found.points if size.plan is not None}
+    assert found.knee == min(batch for batch, rate in rates.items() if rate >= 0.95 * max(rates.values()))
+
+
+def test_the_command_resizes_the_example_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(FILE)
+    call = ["batch", f"{path}:make", "--budget", "60kB", "--costs", "roofline", "--time-limit", "0.1"]
+    ended = CliRunner().invoke(app, [*call, "--json"])
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(ended.stdout)
+    assert data["largest_batch"]["eager"] <= data["largest_batch"]["plan"]
+    assert data["knee"] in [point["batch"] for point in data["points"]]
+    shown = CliRunner().invoke(app, call)
+    assert f"Use a batch of {data['knee']}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (["{}:uneven", "--budget", "1MiB"], "tensors of 3, 4 rows"),
+        (["{}:make", "--budget", "50%"], "another one for each batch size"),
+    ],
+)
+def test_what_has_no_batch_sizes_is_refused(call: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(FILE)
+    ended = CliRunner().invoke(app, ["batch", *(word.format(path) for word in call), "--costs", "roofline"])
+    assert ended.exit_code == UsageError.exit_code
+    assert words in " ".join(ended.stderr.split())
