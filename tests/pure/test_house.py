@@ -315,7 +315,7 @@ def fired(house: House) -> dict[str, list[str]]:
     return {name: broken for name, broken in found.items() if broken}
 
 
-ALLOWED = "__init__, bench, choice, cli, fit, peaks, scan, verify, wrap"
+ALLOWED = "__init__, batch, bench, choice, cli, fit, peaks, scan, verify, wrap"
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
     (
