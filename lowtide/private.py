@@ -166,8 +166,9 @@ def state_maker(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Say that the optimizer has stepped: else a scheduler warns that it goes first."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    """Say that the optimizer has stepped, as the step that a scheduler wrapped would: else it warns that it goes first."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def schema(overload: Any) -> Any:

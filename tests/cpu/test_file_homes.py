@@ -87,7 +87,7 @@ def test_steps_are_eagers_and_see_what_their_owner_writes(name: str, device: Dev
     if name != "resnet":  # declared costs know nothing of what is inside a convolution
         assert train.peak == train.staging + check(graph, declared(graph), train.program)
     if device is None:
-        (homes,) = train._homes.values()
+        (homes,) = train.away._homes.values()
         assert isinstance(homes, FileHomes)
         assert train.staging == STAGING
 
@@ -149,7 +149,7 @@ def test_pages_are_given_back_when_a_step_begins() -> None:
 def test_they_come_back_to_memory_as_the_same_objects() -> None:
     train, model, _, example = runner()
     train(*example)
-    (homes,) = train._homes.values()
+    (homes,) = train.away._homes.values()
     before = {name: (id(item), item.detach().clone()) for name, item in model.named_parameters()}
     homes.put_back()
     assert all(

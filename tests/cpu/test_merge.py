@@ -20,7 +20,7 @@ from lowtide.choice import choose
 from lowtide.graph import Graph
 from lowtide.models import build
 from lowtide.models.small import SMALL
-from lowtide.plan import merged
+from lowtide.rewrite.merge import merged
 
 Recipe = Callable[[], Any]
 

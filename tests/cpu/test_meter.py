@@ -652,8 +652,9 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_torch_without_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "TORCH", tmp_path)
+    monkeypatch.setattr(build, "_outcome", None)
     with pytest.raises(allocator.AllocatorUnavailable, match=r"has no C\+\+ headers here") as caught:
-        build._library()
+        build.load()
     assert "install torch from its wheels" in str(caught.value)
 
 

@@ -274,7 +274,7 @@ def test_a_step_that_ends_early_waits_for_its_copies(
         with pytest.raises(StepError if error is RuntimeError else KeyboardInterrupt):
             train(*example)
         assert not running
-        (places,) = train._places
+        (places,) = train.away._places
         assert not places.flights
         assert not places.stores["disk"]._flights
     train(*example)
@@ -288,7 +288,7 @@ def test_an_interruption_while_it_waits_comes_out_when_no_copy_runs(monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         train(*example)
     timer.join()
-    (places,) = train._places
+    (places,) = train.away._places
     assert not places.stores["disk"]._flights
 
 

@@ -59,7 +59,7 @@ def test_first_runs_keep_the_order_of_their_channels(
 ) -> None:
     graph = _graph(first, second)
     assert graph.ordered(0, 1) == graph.ordered(1, 0) == (rule is not None)
-    assert graph.awaits == ((), (0,) if rule else ())
+    assert graph.waits == (frozenset(), frozenset({0} if rule else ()))
     check(graph, declared(graph), Program(graph.fingerprint, (Run(0), Run(1))))
     program = Program(graph.fingerprint, (Run(1), Run(0)))
     if rule is None:
