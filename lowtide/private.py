@@ -166,7 +166,7 @@ def state_maker(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Say that the optimizer has stepped, as the step that a scheduler wrapped would: else it warns that it goes first."""
+    """Say that the optimizer has stepped, as a step does that a scheduler wrapped, which else warns."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 

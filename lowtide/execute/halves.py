@@ -83,6 +83,7 @@ class _Held:
 class Half:
     """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
 
+    _held: _Held | None = None  # one that is not made yet holds nothing
     inputs: dict[tuple[Any, ...], Any]  # what it was given
     _places: list[tuple[Place, Any]]  # where it put something into Python objects, and what was there before
 
@@ -125,7 +126,7 @@ class Half:
     @property
     def done(self) -> bool:
         """Whether it was finished or closed."""
-        return self._held.program is None
+        return self._held is None or self._held.program is None
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -171,8 +172,9 @@ class Half:
 
     def finish(self, given: Sequence[torch.Tensor]) -> Any:
         """The second half, with what the caller's code came back with; returns what the step returns."""
-        runner, call, program = self.halves.runner, self._held.call, self._held.program
-        if program is None:
+        runner, held = self.halves.runner, self._held
+        call, program = (None, None) if held is None else (held.call, held.program)
+        if call is None or program is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
                 hint="what it held is gone: run the forward again. retain_graph does not keep it.",
@@ -205,8 +207,9 @@ class Half:
 
     def close(self) -> None:
         """Let go of all that it holds."""
-        self._held.close()
-        self._ending.call_off()
+        if self._held is not None:
+            self._held.close()
+            self._ending.call_off()
         self.outputs = []
         self._needed, self._given, self._written, self.inputs = [], [], [], {}
 

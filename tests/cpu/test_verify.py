@@ -163,7 +163,7 @@ def test_a_kernel_that_does_something_else_is_named(monkeypatch: pytest.MonkeyPa
 
     wrong_one = wrong("aten.tanh.default")
     monkeypatch.setattr(
-        kernels, "kernel", lambda target, own: wrong_one if "aten.tanh." in target else real(target, own)
+        kernels, "kernel", lambda target, *own: wrong_one if "aten.tanh." in target else real(target, *own)
     )
     runner = runner_of(*recipe(plain)())
     error = refused(
@@ -477,7 +477,7 @@ def test_the_command_ends_with_a_code_of_its_own_where_a_bit_differs(monkeypatch
         first, *others = real(target)(*args)
         return first + 1e-6, *others
 
-    monkeypatch.setattr(kernels, "kernel", lambda name, own: wrong if name == target else real(name, own))
+    monkeypatch.setattr(kernels, "kernel", lambda name, *own: wrong if name == target else real(name, *own))
     call = ["verify", models.SMALL["gpt"], "--steps", "1", "--budget", "80%", "--time-limit", "0", "--json"]
     done = CliRunner().invoke(app, call, env=PLAIN)
     assert done.exit_code == VerifyError.exit_code == 5
