@@ -23,7 +23,7 @@ from lowtide.cli.talk import answering, show, show_json, show_text, talk, workin
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph
-from lowtide.plan import BEST, METHODS, TIME_LIMIT, as_eager
+from lowtide.plan import BEST, METHODS, TIME_LIMIT
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.rewrite import with_narrow
@@ -171,14 +171,6 @@ def refuse_early(budget: str) -> None:
 def with_optional(captured: Captured) -> Captured:
     """The step as it is saved, loaded and planned: without second runs, with the optional ops that a plan may use."""
     return replace(captured, graph=with_narrow(captured.graph))
-
-
-def plan_within(graph: Graph, costs: Costs, budget: str, *, time_limit: float, seed: int = 0) -> Plan:
-    """The plan within a budget as people write it."""
-    eager_peak = simulate(graph, costs, as_eager(graph)).peak
-    nbytes = read_budget(budget, stays=costs.stays(graph), eager_peak=eager_peak)
-    with searching(time_limit) as progress:
-        return Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress).within(nbytes)
 
 
 def load_plan(path: Path, graph: Graph, costs: Costs, notes: list[str]) -> Plan:
