@@ -16,10 +16,10 @@ Pair = tuple[int, int]  # (made, read): what is made takes the bytes of what is 
 def pairs(graph: Graph, costs: Costs, op: int) -> list[Pair]:
     """What an op may do in place within the step: its updates, then what was measured to give the same bits.
 
-    Both are of one size, and neither is in a storage of the caller's: that is written when the op says so, and never
-    otherwise.
+    Both are of one size, and neither is in a storage of the caller's on the device: that is written when the op says so,
+    and never otherwise.
     """
-    lasting = graph.lasting_storages
+    lasting = graph.device_storages
     return [
         (made, read)
         for made, read in dict.fromkeys((*graph.ops[op].updates, *costs.in_place[op]))

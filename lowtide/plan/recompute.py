@@ -43,6 +43,7 @@ def shave(
     *,
     batch: int = 1,
     penalty: float = 0.0,
+    rate: float = 0.0,
     weight: Floats | None = None,
     smallest: int = 0,
     work: Ints | None = None,
@@ -78,6 +79,7 @@ def shave(
             budget - problem.stays,
             batch,
             penalty,
+            rate,
             reals(weight, len(problem.nbytes)),
             ROUNDS,
             most_seconds,
@@ -134,7 +136,7 @@ def recompute(
         tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest, work=work)
         if peak <= budget:
             tried = tidy(problem, tried, budget, work=work)
-            field.append(_Runner(problem.time(tried), family, tried))
+            field.append(_Runner(problem.retimed(tried, budget)[1], family, tried))
         left -= PATIENT - int(work[0])
     if not field:
         return None
@@ -206,7 +208,8 @@ class _Race:
         lanes = range(number * len(runners), (number + 1) * len(runners))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(pool.map(lambda one, lane: self._search(one.sequence, work, lane), runners, lanes))
-        after = [_Runner(self.problem.time(one), old.family, one) for old, one in zip(runners, found, strict=True)]
+        seconds = [self.problem.retimed(one, self.budget)[1] for one in found]
+        after = [_Runner(took, old.family, one) for took, old, one in zip(seconds, runners, found, strict=True)]
         if self.progress is not None:
             self.progress(min(runner.seconds for runner in after))
         return after
