@@ -54,7 +54,7 @@ class Away:
         """The bytes of state and parameters whose moving out is tried: half of the state, all, then parameters."""
         state, parameters = leaving_bytes(graph)
         rungs = (state // 2, state, state + parameters // 2, state + parameters)
-        return sorted({rung for rung in rungs if 0 < rung and (self.most is None or rung <= self.most)})
+        return sorted({rung for rung in rungs if rung > 0 and (self.most is None or rung <= self.most)})
 
 
 def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ()) -> Iterator[Rewritten]:
@@ -84,8 +84,8 @@ def choose(
 ) -> Choice:
     """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
 
-    `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there; and
-    where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
+    `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
+    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
     """
     if away is None:
         return _choose(graph, price, search, rounding=rounding)

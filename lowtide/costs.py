@@ -41,7 +41,7 @@ class Costs:
     machine: str  # processor, threads and library version, for people
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     lanes: tuple[Lane, ...] = ()  # what copies between the device and other places cost; one for each, at most
-    staging: int = 0  # bytes of the device that copies to other places go through, beside what a program that has any holds
+    staging: int = 0  # bytes of the device that copies go through, beside what a program with copies holds
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it

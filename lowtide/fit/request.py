@@ -50,9 +50,9 @@ class Request:
         places = [place for place in get_args(Place) if place != "device"]
         if self.offload is not None and self.offload not in places:
             raise UsageError(f"there is no place {self.offload!r} to offload to.", hint=f"use {' or '.join(places)}.")
-        if self.offload is None and (self.offload_budget is not None or self.offload_dir is not None):
-            if self.plan is None or self.offload_budget is not None:
-                raise UsageError("nothing is offloaded.", hint='offload_budget and offload_dir go with offload="disk".')
+        unused = self.offload_budget is not None or (self.offload_dir is not None and self.plan is None)
+        if self.offload is None and unused:
+            raise UsageError("nothing is offloaded.", hint='offload_budget and offload_dir go with offload="disk".')
         if self.offload is not None and self.plan is not None:
             raise UsageError("a plan says itself what is offloaded.", hint="give offload with a budget, or a plan.")
         if self.offload_budget is not None and str(self.offload_budget).strip().endswith("%"):

@@ -68,7 +68,9 @@ def with_lanes(
         return costs
     lanes = costs.lanes
     if costs.origin == "measured":
-        lanes = tuple(lane for place in there for lane in measure_lanes(device, place, folder=folder, progress=progress))
+        lanes = tuple(
+            lane for place in there for lane in measure_lanes(device, place, folder=folder, progress=progress)
+        )
     return replace(costs, lanes=lanes, staging=device.staging)
 
 

@@ -1,7 +1,7 @@
 """Copies as ops of a sequence, so that one search chooses among all ways to be without a value for a while.
 
-A row of alternatives whose keeper is the value itself in another place becomes three ops: *send* starts to copy it there,
-*leave* waits until it is there, *fetch* starts to copy it back. Tokens, values without bytes, tie them together. To the
+A row of alternatives whose keeper is the value itself in another place becomes three ops: *send* starts to copy it
+there, *leave* waits until it is there, *fetch* starts to copy it back. Tokens, values without bytes, tie them together. To the
 search they are a store and a restore as any other row has them. An input that lives elsewhere has a fetch as its maker,
 and what becomes of it is sent there. When each copy begins and is waited for is for `Problem.retimed` to say.
 """
@@ -10,14 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lowtide.costs import Costs, Direction
 from lowtide.errors import UsageError
 from lowtide.graph import Graph, Place
-from lowtide.plan.problem import FETCH, LEAVE, SEND, Copies, Ints, Move, Problem, problem, ragged
-from lowtide.program import Copy, Instruction, Program, Run, Wait
+from lowtide.plan.problem import (
+    FETCH,
+    LEAVE,
+    SEND,
+    Bytes,
+    Copies,
+    Floats,
+    Ints,
+    Move,
+    Problem,
+    Row,
+    as_row,
+    problem,
+    ragged,
+    tabled,
+)
+from lowtide.program import Copy, Program, Run, Wait
+
+Array = TypeVar("Array", Ints, Floats, Bytes)
 
 
 def offers_copies(graph: Graph) -> bool:
@@ -42,19 +60,10 @@ def all_on_device(graph: Graph) -> Graph:
 def copying(graph: Graph, costs: Costs, *, again: bool = True) -> Problem:
     """The arrays of a graph with its copies; without `again` no op runs twice, and nothing is kept narrow."""
     base = problem(graph, costs)
+    rows = [as_row(row) for row in base.rows] if again else []
     if not again:
-        none = np.zeros(len(graph.values) + 1, np.int64)
-        start = np.zeros(1, np.int64)
-        base = replace(
-            base,
-            repeatable=np.zeros_like(base.repeatable),
-            rows=(),
-            row_start=none,
-            keeper=np.zeros(0, np.int64),
-            **dict.fromkeys(("store_start", "restore_start", "instead_start"), start),
-            **dict.fromkeys(("stores", "restores", "instead_of", "instead_op"), np.zeros(0, np.int64)),
-        )
-    return _Wider(base).widened()
+        base = replace(base, repeatable=np.zeros_like(base.repeatable))
+    return _Wider(base, rows).widened()
 
 
 def weave(arrays: Problem, sequence: Iterable[int]) -> Ints:
@@ -66,7 +75,7 @@ def weave(arrays: Problem, sequence: Iterable[int]) -> Ints:
         missing = [value for value in arrays.read_rows[op] if value in fetch and value not in there]
         there.update(missing)
         found += [*(fetch[value] for value in missing), op]
-        found += [move for value in arrays.make_rows[op] for move in sends.pop(value, ())]
+        found += [move for value in arrays.make_rows[op] for move in sends.pop(value, ())]  # a first run makes it
     return np.array(found, np.int64)
 
 
@@ -109,6 +118,7 @@ class _Wider:
     """A problem to which copies are added, one after the other."""
 
     base: Problem
+    rows: list[Row]
     moves: list[Move] = field(default_factory=list)
     reads: list[list[int]] = field(default_factory=list)
     makes: list[list[int]] = field(default_factory=list)
@@ -122,37 +132,29 @@ class _Wider:
         values = len(graph.values)
         maker = base.maker.copy()
         fetch, away = np.full(values, -1, np.int64), np.full(values, -1, np.int64)
-        rows = [(row, self._of(base, number)) for number, row in enumerate(base.rows)]
         for row in graph.alternatives:
-            if row.place == "device" or not self._priced(row.place):
+            if row.place == "device" or graph.home[row.value] != "device" or not self._priced(row.place):
                 continue
             gone, stores = self._send(row.value, row.place, optional=True)
             back = self._add(Move(FETCH, row.value, row.place), [gone], [row.value], (True, True, True))
-            rows.append((row, (gone, stores, [back], [])))
+            self.rows.append(Row(row.value, gone, stores, [back], []))
             if fetch[row.value] < 0:
                 fetch[row.value], away[row.value] = back, gone
-        for item in graph.inputs:
-            if item.home == "device":
-                continue
-            if not self._priced(item.home):
+        for end in graph.ends:
+            if end.home != "device" and not self._priced(end.home):
                 raise UsageError(
-                    f"no plan for %{item.value} {graph.values[item.value].name}, which lives on the {item.home}: "
-                    "its costs say nothing about copies from there.",
-                    hint="measure lanes for this place (measure.measure_lanes), and give them to the costs.",
+                    f"no plan for %{end.value} {graph.values[end.value].name}, which lives on the {end.home}: "
+                    "its costs say nothing about copies to there and back.",
+                    hint="give the costs lanes for this place (measure.with_lanes).",
                 )
-            if graph.readers[item.value]:
-                maker[item.value] = self._add(Move(FETCH, item.value, item.home), [], [item.value], (True, False, False))
-            last = _last_content(graph, item.value)
-            if last != item.value:
-                token, _ = self._send(last, item.home, optional=False)
-                self.needed[token - values] = True
-        return self._problem(rows, maker, fetch, away)
-
-    def _of(self, base: Problem, number: int) -> tuple[int, list[int], list[int], list[tuple[int, int]]]:
-        """A row that is there already: its keeper, its stores, its restores, and what runs instead of its readers."""
-        stores = base.stores[base.store_start[number] : base.store_start[number + 1]].tolist()
-        row = base.rows[number]
-        return row.keeper, stores, list(row.restore), list(row.instead)
+        for item in graph.inputs:
+            if item.home != "device" and graph.readers[item.value]:
+                fetched = Move(FETCH, item.value, item.home)
+                maker[item.value] = self._add(fetched, [], [item.value], (True, False, False))
+        for value, place in _sent_home(graph).items():
+            token, _ = self._send(value, place, optional=False)
+            self.needed[token - values] = True
+        return self._problem(maker, fetch, away)
 
     def _priced(self, place: Place) -> bool:
         return {(place, "out"), (place, "in")} <= {(lane.place, lane.direction) for lane in self.base.costs.lanes}
@@ -178,7 +180,7 @@ class _Wider:
         self.flags.append(flags)
         return len(self.base.seconds) + len(self.moves) - 1
 
-    def _problem(self, rows: list[tuple[object, object]], maker: Ints, fetch: Ints, away: Ints) -> Problem:
+    def _problem(self, maker: Ints, fetch: Ints, away: Ints) -> Problem:
         base, tokens, more = self.base, len(self.makers), len(self.moves)
         values, ops = len(base.nbytes), len(base.seconds)
         engine = {(lane.place, lane.direction): number for number, lane in enumerate(base.costs.lanes)}
@@ -190,14 +192,8 @@ class _Wider:
             0.0 if move.kind == LEAVE else lane.takes * (lane.latency + seconds)
             for move, lane, seconds in zip(self.moves, lanes, transfer, strict=True)
         ]
-        ranked = sorted(rows, key=lambda pair: pair[0].value)
-        details = [detail for _, detail in ranked]
         read_start, reads = ragged([*base.read_rows, *self.reads])
         make_start, makes = ragged([*base.make_rows, *self.makes])
-        store_start, stores = ragged([stores for _, stores, _, _ in details])
-        restore_start, restores = ragged([restore for _, _, restore, _ in details])
-        instead_start, _ = ragged([instead for _, _, _, instead in details])
-        pairs = [pair for *_, instead in details for pair in instead]
         flags = np.array(self.flags, np.uint8).reshape(-1, 3)
         return replace(
             base,
@@ -211,16 +207,7 @@ class _Wider:
             killer=_longer(base.killer, [-1] * tokens),
             extra=_longer(base.extra, [0] * more),
             seconds=_longer(base.seconds, taken),
-            rows=tuple(row for row, _ in ranked),
-            row_start=np.searchsorted([row.value for row, _ in ranked], np.arange(values + tokens + 1)).astype(np.int64),
-            keeper=np.array([keeper for keeper, *_ in details], np.int64),
-            store_start=store_start,
-            stores=stores,
-            restore_start=restore_start,
-            restores=restores,
-            instead_start=instead_start,
-            instead_of=np.array([reader for reader, _ in pairs], np.int64),
-            instead_op=np.array([op for _, op in pairs], np.int64),
+            table=tabled(self.rows, values + tokens),
             required=_longer(_on_device(base), self.needed),
             pinned=_longer(base.pinned, [0] * more),
             repeatable=_longer(base.repeatable, flags[:, 0]),
@@ -245,19 +232,22 @@ def _direction(move: Move) -> Direction:
     return "in" if move.kind == FETCH else "out"
 
 
-def _last_content(graph: Graph, value: int) -> int:
-    """What is in the storage of an input at the end."""
-    storage = graph.values[value].storage
+def _sent_home(graph: Graph) -> dict[int, Place]:
+    """What the step makes that must be elsewhere at its end: results, and the last content of what lives there."""
+    last = {graph.values[item.value].storage: item.value for item in graph.inputs if item.home != "device"}
     for op in graph.ordinary:
-        value = next((new for new, old in graph.ops[op].updates if graph.values[old].storage == storage), value)
-    return value
+        last |= {
+            graph.values[new].storage: new for new, old in graph.ops[op].updates if graph.values[old].storage in last
+        }
+    wanted = (*last.values(), *(output.value for output in graph.outputs))
+    return {value: graph.home[value] for value in wanted if graph.home[value] != "device" and graph.maker[value] >= 0}
 
 
-def _on_device(base: Problem) -> Ints:
+def _on_device(base: Problem) -> Bytes:
     """The values that must be on the device at the end."""
     home = np.array([place == "device" for place in base.graph.home], np.uint8)
     return base.required * home
 
 
-def _longer(array: np.ndarray, more: object) -> np.ndarray:
+def _longer(array: Array, more: Any) -> Array:
     return np.concatenate((array, np.asarray(more, array.dtype)))

@@ -84,7 +84,7 @@ class Planning:
         return self._copying(again=True)
 
     def _copying(self, *, again: bool) -> Problem | None:
-        if not offers_copies(self.graph) or not self.costs.lanes:
+        if not offers_copies(self.graph) or not (self.elsewhere or self.costs.lanes):
             return None
         if library() is None:
             raise UsageError(
@@ -128,18 +128,13 @@ class Planning:
 
     def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
         """The quickest program, with copies or without; none is slower than those that are known."""
-        programs = [program for program in known if program is not None]
         if budget is None:
             return self._finish(arrays, weave(arrays, self.order), None)
+        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
-        copied = self._copying(again=False)
-        assert copied is not None
-        room = budget - self.costs.staging
         until = time.monotonic() + self.time_limit
-        if (only := recompute(copied, orders, room, limit=self.time_limit / 4, until=until, seed=self.seed)) is not None:
-            starts.append(only)
-        found, _ = self._within(arrays, [*starts, *orders], room, 0.0, until)
+        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
     def least(self) -> Plan:
@@ -230,7 +225,7 @@ class Planning:
     def _within(
         self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float
     ) -> tuple[Program | None, float]:
-        """The quickest program within the budget that the search finds, and the seconds beyond the step's own at first."""
+        """The quickest program within the budget that the search finds, and the seconds that it first took more."""
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
         for _ in range(ATTEMPTS):
             sequence = self._recompute(arrays, starts, target, bound, limit, until)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,51 @@ def library() -> ctypes.CDLL | None:
     return compiled(SOURCE, SIGNATURES)
 
 
+class Row(NamedTuple):
+    """A way to be without a value for a while, as the loops follow it."""
+
+    value: int
+    keeper: int  # what is kept instead
+    stores: Sequence[int]  # ops that make the keeper, in order; none: it is made anyway
+    restores: Sequence[int]  # ops that make the value again, in order
+    instead: Sequence[tuple[int, int]]  # readers, and the ops that read the keeper in their place
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as arrays, in the order of their values."""
+
+    start: Ints  # of each value
+    keeper: Ints  # of each row, and so on
+    store_start: Ints
+    stores: Ints
+    restore_start: Ints
+    restores: Ints
+    instead_start: Ints
+    instead_of: Ints
+    instead_op: Ints
+
+
+def tabled(rows: Iterable[Row], values: int) -> Rows:
+    """The rows of so many values as arrays."""
+    ranked = sorted(rows, key=lambda row: row.value)
+    store_start, stores = ragged([row.stores for row in ranked])
+    restore_start, restores = ragged([row.restores for row in ranked])
+    instead_start, _ = ragged([row.instead for row in ranked])
+    pairs_instead = [pair for row in ranked for pair in row.instead]
+    return Rows(
+        start=np.searchsorted([row.value for row in ranked], np.arange(values + 1)).astype(np.int64),
+        keeper=np.array([row.keeper for row in ranked], np.int64),
+        store_start=store_start,
+        stores=stores,
+        restore_start=restore_start,
+        restores=restores,
+        instead_start=instead_start,
+        instead_of=np.array([reader for reader, _ in pairs_instead], np.int64),
+        instead_op=np.array([op for _, op in pairs_instead], np.int64),
+    )
+
+
 @dataclass(frozen=True)
 class Move:
     """A copy as an op of a sequence: it starts, or it has arrived."""
@@ -117,16 +163,8 @@ class Problem:
     killer: Ints
     extra: Ints
     seconds: Floats
-    rows: tuple[Alternative, ...]  # whose keepers are on the device, by value; as arrays:
-    row_start: Ints  # of each value
-    keeper: Ints  # of each row, and so on
-    store_start: Ints
-    stores: Ints
-    restore_start: Ints
-    restores: Ints
-    instead_start: Ints
-    instead_of: Ints
-    instead_op: Ints
+    rows: tuple[Alternative, ...]  # of the graph whose keepers are on the device, by value
+    table: Rows  # these, and those that copies make
     required: Bytes
     pinned: Bytes
     repeatable: Bytes
@@ -155,7 +193,8 @@ class Problem:
     def struct(self) -> _Problem:
         """The arrays as the inner loops read them."""
         ops, values, flat = len(self.seconds), len(self.nbytes), len(self.over_made)
-        copies, lanes = self.copies, len(self.copies.latency)
+        table, copies, lanes = self.table, self.copies, len(self.copies.latency)
+        rows = len(table.keeper)
         made = _Problem(
             ops,
             values,
@@ -165,12 +204,11 @@ class Problem:
             *(ints(array, values) for array in (self.nbytes, self.maker, self.killer)),
             ints(self.extra, ops),
             reals(self.seconds, ops),
-            ints(self.row_start, values + 1),
-            ints(self.keeper, len(self.rows)),
-            *(ints(self.store_start, len(self.rows) + 1), ints(self.stores)),
-            *(ints(self.restore_start, len(self.rows) + 1), ints(self.restores)),
-            ints(self.instead_start, len(self.rows) + 1),
-            *(ints(array, len(self.instead_of)) for array in (self.instead_of, self.instead_op)),
+            *(ints(table.start, values + 1), ints(table.keeper, rows)),
+            *(ints(table.store_start, rows + 1), ints(table.stores)),
+            *(ints(table.restore_start, rows + 1), ints(table.restores)),
+            ints(table.instead_start, rows + 1),
+            *(ints(array, len(table.instead_of)) for array in (table.instead_of, table.instead_op)),
             *(_flags(array, count) for array, count in _kinds(self)),
             copies.tokens,
             *(ints(array, values) for array in (copies.fetch, copies.away)),
@@ -179,7 +217,7 @@ class Problem:
         )
         inner = library()
         if inner is not None:
-            lengths = map(len, (self.rows, self.stores, self.restores, self.instead_of))
+            lengths = map(len, (table.keeper, table.stores, table.restores, table.instead_of))
             answered(inner.lowtide_problem_fits(made, len(self.reads), len(self.makes), flat, *lengths))
         return made
 
@@ -260,11 +298,14 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     lasting = graph.device_storages
     killer = np.full(len(graph.values), -1, np.int64)
     over = [pairs(graph, costs, op) for op in range(len(graph.ops))]
-    reads = []
+    reads, repeatable = [], []
     once = np.zeros(len(graph.values), np.uint8)
     for index, op in enumerate(graph.ops):
-        # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept.
-        reads.append(graph.reads_of(index, again=op.detachable))
+        # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept. What it
+        # updates elsewhere must come for it all the same.
+        detached = op.detachable and all(graph.values[old].storage in lasting for _, old in graph.effects[index])
+        repeatable.append(graph.repeatable(index) and (detached or not graph.effects[index]))
+        reads.append(graph.reads_of(index, again=detached))
         for new, old in graph.effects[index]:
             killer[old], once[new] = index, 1
     # Rows whose keepers are in other places cost copies, which run beside the ops: no sum over a sequence prices them.
@@ -272,11 +313,6 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     restoring = np.zeros(len(graph.ops), np.uint8)
     for row in rows:
         restoring[[op for op in row.restore if graph.ops[op].optional and row.value in graph.makes[op]]] = 1
-    row_start = np.searchsorted([row.value for row in rows], np.arange(len(graph.values) + 1)).astype(np.int64)
-    store_start, stores = ragged([[row.store] if row.store >= 0 else [] for row in rows])
-    restore_start, restores = ragged([row.restore for row in rows])
-    instead_start, _ = ragged([row.instead for row in rows])
-    pairs_instead = [pair for row in rows for pair in row.instead]
     nbytes = [0 if value.storage in lasting else size for value, size in zip(graph.values, costs.nbytes, strict=True)]
     read_start, flat_reads = ragged(reads)
     make_start, flat_makes = ragged(graph.makes)
@@ -298,23 +334,20 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         extra=np.array(costs.extra, np.int64),
         seconds=np.array(costs.seconds, np.float64),
         rows=tuple(rows),
-        row_start=row_start,
-        keeper=np.array([row.keeper for row in rows], np.int64),
-        store_start=store_start,
-        stores=stores,
-        restore_start=restore_start,
-        restores=restores,
-        instead_start=instead_start,
-        instead_of=np.array([reader for reader, _ in pairs_instead], np.int64),
-        instead_op=np.array([op for _, op in pairs_instead], np.int64),
+        table=tabled(map(as_row, rows), len(graph.values)),
         required=np.array([value in graph.required for value in range(len(graph.values))], np.uint8),
         pinned=np.array([bool(graph.effects[i] or op.channels) for i, op in enumerate(graph.ops)], np.uint8),
-        repeatable=np.array([graph.repeatable(i) for i in range(len(graph.ops))], np.uint8),
+        repeatable=np.array(repeatable, np.uint8),
         optional=np.array([op.optional for op in graph.ops], np.uint8),
         restoring=restoring,
         once=once,
         copies=no_copies(len(graph.ops), len(graph.values)),
     )
+
+
+def as_row(row: Alternative) -> Row:
+    """A row of the graph as the loops follow it."""
+    return Row(row.value, row.keeper, [row.store] if row.store >= 0 else [], row.restore, row.instead)
 
 
 def ragged(rows: Any) -> tuple[Ints, Ints]:

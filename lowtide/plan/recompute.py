@@ -135,8 +135,9 @@ def recompute(
         if family in fitting and (batch, penalty, rate) != (*MANNERS[0], rates[0]):
             continue
         work = np.array([PATIENT])
-        how = {"batch": batch, "penalty": penalty, "rate": rate, "smallest": smallest}
-        tried, peak = shave(problem, start, budget, **how, work=work)
+        tried, peak = shave(
+            problem, start, budget, batch=batch, penalty=penalty, rate=rate, smallest=smallest, work=work
+        )
         if peak <= budget:
             tried = tidy(problem, tried, budget, work=work)
             field.append(_Runner(problem.retimed(tried, budget)[1], family, tried))

@@ -369,6 +369,10 @@ struct Planner {
     bool any = false;
     for (Int place = (Int)sequence.size() - 1; place >= 0; --place) {
       const Int op = sequence[place];
+      if ((g.kind[op] == SEND || g.kind[op] == LEAVE) && first_of[op] != place) {  // it is elsewhere already
+        dropped[place] = 1, any = true;
+        continue;
+      }
       bool useful = runs_of[op] == 1 ? !g.optional[op] : g.pinned[op] && first_of[op] == place;
       for (Int k = g.make_start[op]; k < g.make_start[op + 1] && !useful; ++k) useful = alive[g.makes[k]];
       if (!useful) {
@@ -779,6 +783,7 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
   };
   if (out) out->clear();
   for (Int place = 0; place < length; ++place) {
+    while (!leaving.empty() && (gone[moved(leaving.front())] <= clock.now || held[place] + waiting > budget)) leave();
     for (; !fetches.empty() && fetches.back().first == place; fetches.pop_back()) {
       const Int op = fetches.back().second;
       while (pending[moved(op)]) leave();
@@ -791,7 +796,6 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
       leaving.push_back(op), pending[moved(op)] = 1, waiting += g.bytes[moved(op)];
       continue;
     }
-    while (!leaving.empty() && (gone[moved(leaving.front())] <= clock.now || held[place] + waiting > budget)) leave();
     for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k)
       while (pending[g.makes[k]]) leave();
     for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) clock.wait(arrival[g.reads[k]]);

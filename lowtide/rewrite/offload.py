@@ -1,7 +1,7 @@
 """Offload: values that may wait in another place, and state and parameters that live there.
 
-Both passes only say what may be elsewhere. Which value goes, when, and whether it is made again instead is the planner's
-choice; every bit stays what it was.
+Both passes only say what may be elsewhere. Which value goes, when, and whether it is made again instead is for the
+planner to say; every bit stays what it was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def read_setting(told: str) -> tuple[Place, int | None]:
     """The place and the bytes that a setting names."""
     place, _, nbytes = told.partition(" ")
     if place not in get_args(Place) or place == "device" or (nbytes and not nbytes.isdecimal()):
-        raise UsageError(f"{told!r} is no place to offload to.", hint='name one: "disk" or "host", and bytes behind it.')
+        raise UsageError(
+            f"{told!r} is no place to offload to.", hint='name one: "disk" or "host", and bytes behind it.'
+        )
     return place, int(nbytes) if nbytes else None  # type: ignore[return-value]
 
 
@@ -46,7 +48,7 @@ def may_wait(graph: Graph, told: str) -> Graph:
 
 
 def moved_out(graph: Graph, told: str) -> Graph:
-    """The graph whose optimizer state, and then parameters, of so many bytes live in another place; the largest first."""
+    """The graph whose optimizer state, then parameters, of so many bytes live in another place; the largest first."""
     place, most = read_setting(told)
     left = float("inf") if most is None else most
     moved: set[int] = set()  # storages
