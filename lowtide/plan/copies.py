@@ -1,9 +1,9 @@
 """Copies as ops of a sequence, so that one search chooses among all ways to be without a value for a while.
 
 A row of alternatives whose keeper is the value itself in another place becomes three ops: *send* starts to copy it
-there, *leave* waits until it is there, *fetch* starts to copy it back. Tokens, values without bytes, tie them together. To the
-search they are a store and a restore as any other row has them. An input that lives elsewhere has a fetch as its maker,
-and what becomes of it is sent there. When each copy begins and is waited for is for `Problem.retimed` to say.
+there, *leave* waits until it is there, *fetch* starts to copy it back. Tokens, values without bytes, tie them together.
+To the search they are a store and a restore as any other row has them. An input that lives elsewhere has a fetch as its
+maker, and what becomes of it is sent there. When each copy begins and is waited for is for `Problem.retimed` to say.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     reads, repeatable = [], []
     once = np.zeros(len(graph.values), np.uint8)
     for index, op in enumerate(graph.ops):
-        # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept. What it
-        # updates elsewhere must come for it all the same.
+        # A repeated run leaves lasting updates alone; a first run that has some is pinned, so its order is kept. What
+        # it updates elsewhere must come for it all the same.
         detached = op.detachable and all(graph.values[old].storage in lasting for _, old in graph.effects[index])
         repeatable.append(graph.repeatable(index) and (detached or not graph.effects[index]))
         reads.append(graph.reads_of(index, again=detached))

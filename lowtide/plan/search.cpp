@@ -756,6 +756,15 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
     for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) touched[g.reads[k]] = place;
     for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) touched[g.makes[k]] = place;
   }
+  std::vector<Int> last(g.values, -1), dies(length, -1);  // where what leaves is read for the last time, maybe later
+  for (Int place = length - 1; place >= 0; --place) {
+    const Int op = tight[place];
+    if (g.kind[op] == LEAVE) dies[place] = std::max(place, last[moved(op)]);
+    if (g.kind[op] == SEND || g.kind[op] == LEAVE) continue;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) last[g.makes[k]] = -1;
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
+      if (last[g.reads[k]] < 0) last[g.reads[k]] = place;
+  }
   std::vector<std::pair<Int, Int>> fetches;  // the place that each begins before, and the op; the last first
   double busy[MOST_LANES];
   std::fill(busy, busy + MOST_LANES, INFINITY);
@@ -777,7 +786,8 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
   std::vector<double> arrival(g.values, 0), gone(g.values, 0);  // of what comes, and of what goes
   std::vector<Byte> pending(g.values, 0);
   std::deque<Int> leaving;
-  Int waiting = 0;  // bytes of what is on its way out
+  std::vector<Int> from(g.values, 0), due(length + 2, 0);
+  Int waiting = 0, now = 0;  // bytes of what is on its way out and would be gone
   auto put = [&](Int op) {
     if (out) out->push_back(op);
   };
@@ -785,11 +795,13 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
     const Int op = leaving.front(), value = moved(op);
     leaving.pop_front();
     clock.wait(gone[value]);
-    pending[value] = 0, waiting -= g.bytes[value];
+    pending[value] = 0;
+    (from[value] > now ? due[from[value]] : waiting) -= g.bytes[value];
     put(op);
   };
   if (out) out->clear();
   for (Int place = 0; place < length; ++place) {
+    now = place, waiting += due[place];
     while (!leaving.empty() && (gone[moved(leaving.front())] <= clock.now || held[place] + waiting > budget)) leave();
     for (; !fetches.empty() && fetches.back().first == place; fetches.pop_back()) {
       const Int op = fetches.back().second;
@@ -800,12 +812,16 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
     const Int op = tight[place];
     if (g.kind[op] == FETCH) continue;
     if (g.kind[op] == LEAVE) {
-      leaving.push_back(op), pending[moved(op)] = 1, waiting += g.bytes[moved(op)];
+      leaving.push_back(op), pending[moved(op)] = 1;
+      from[moved(op)] = dies[place] + 1, due[dies[place] + 1] += g.bytes[moved(op)];
       continue;
     }
     for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k)
       while (pending[g.makes[k]]) leave();
-    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) clock.wait(arrival[g.reads[k]]);
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
+      while (pending[g.reads[k]] && profile.saved[place] > 0) leave();  // a result may take its bytes
+      clock.wait(arrival[g.reads[k]]);
+    }
     if (g.kind[op] == SEND) gone[moved(op)] = clock.copy(op);
     else clock.run(g.seconds[op]);
     put(op);

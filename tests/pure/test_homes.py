@@ -192,8 +192,8 @@ def test_the_planner_needs_to_know_what_copies_cost() -> None:
 def test_a_step_with_ends_elsewhere_is_planned() -> None:
     graph = _graph()
     costs = dataclasses.replace(declared(graph), lanes=lanes((("host", 100.0), ("disk", 100.0))))
-    found = plan(graph, costs, 210)
+    found = plan(graph, costs, 210, time_limit=0.1)
     assert found.peak == 210
     assert found.seconds == 1.0 + 2.0 + 1.0  # a copy, two ops, and two copies side by side
     with pytest.raises(BudgetError, match="210"):
-        plan(graph, costs, 209)
+        plan(graph, costs, 209, time_limit=0.1)
