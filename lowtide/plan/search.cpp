@@ -695,7 +695,7 @@ void Planner::drop(Sequence &sequence, const std::vector<Int> &candidates, Int b
 void Planner::tighten(Sequence &sequence) {
   const Int length = (Int)sequence.size();
   work += 2 * length;
-  std::vector<Int> touched(g.values, -1), made(g.values, -1), next(g.values, -1), last(g.values, -1), leaves(length, -1);
+  std::vector<Int> touched(g.values, -1), made(g.values, -1), next(g.values, -1);
   struct Key { Int place, side, op; };
   std::vector<Key> copies;
   for (Int place = 0; place < length; ++place) {
@@ -703,8 +703,7 @@ void Planner::tighten(Sequence &sequence) {
     const Byte kind = g.kind[op];
     if (kind == SEND || kind == LEAVE) {
       const Int value = moved(op);
-      if (kind == SEND) copies.push_back({made[value], 2, op});
-      else leaves[place] = touched[value];
+      copies.push_back({kind == SEND ? made[value] : touched[value], kind == SEND ? 2 : 3, op});
       continue;
     }
     for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) touched[g.reads[k]] = place;
@@ -716,15 +715,9 @@ void Planner::tighten(Sequence &sequence) {
     if (kind == FETCH) {
       const Int reader = next[moved(op)];
       copies.push_back({reader < 0 ? place : reader, 0, op});
-      next[moved(op)] = last[moved(op)] = -1;
-    } else if (kind == LEAVE) {  // what is read later without being made again stays as long
-      copies.push_back({std::max(leaves[place], last[moved(op)]), 3, op});
+      next[moved(op)] = -1;
     } else if (kind == RUN) {
-      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) last[g.makes[k]] = -1;
-      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
-        next[g.reads[k]] = place;
-        if (last[g.reads[k]] < 0) last[g.reads[k]] = place;
-      }
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) next[g.reads[k]] = place;
     }
   }
   std::stable_sort(copies.begin(), copies.end(), [](const Key &a, const Key &b) {
