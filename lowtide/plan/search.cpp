@@ -811,10 +811,9 @@ double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
     }
     for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k)
       while (pending[g.makes[k]]) leave();
-    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
-      while (pending[g.reads[k]] && profile.saved[place] > 0) leave();  // a result may take its bytes
-      clock.wait(arrival[g.reads[k]]);
-    }
+    for (Int k = g.over_start[op]; k < g.over_start[op + 1]; ++k)  // a result may take its bytes
+      while (pending[g.over_read[k]]) leave();
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) clock.wait(arrival[g.reads[k]]);
     if (g.kind[op] == SEND) gone[moved(op)] = clock.copy(op);
     else clock.run(g.seconds[op]);
     put(op);
