@@ -1,25 +1,26 @@
-"""Which graph is planned for a captured step, and by which plan: the exact one, or one with layers cut in time."""
+"""Which graph is planned for a captured step, and by which plan: as it is, with state elsewhere, or cut in time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.aten import RECURRENT
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, FileError, UsageError
-from lowtide.graph import Graph
+from lowtide.graph import Graph, Place
 from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
-from lowtide.program import Plan
-from lowtide.rewrite import EXACT, Rewritten, apply, chunks, longest
-from lowtide.rewrites import exactness
+from lowtide.program import Plan, rewrites_of
+from lowtide.rewrite import EXACT, Rewritten, apply, chunks, leaving_bytes, longest, offload
+from lowtide.rewrites import Rewrite, exactness
 from lowtide.simulate import simulate
 
 SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
-AS_EAGER = {"sizes", "narrow"}  # rewrites after which eager's own program is still one of the graph
+AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
+ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
 
@@ -38,12 +39,31 @@ class Choice:
         return next((int(one.setting or 1) for one in self.plan.rewrites if one.name == "chunks"), 1)
 
 
-def candidates(graph: Graph, *, rounding: bool) -> Iterator[Rewritten]:
+@dataclass(frozen=True)
+class Away:
+    """Where values may wait, and state and parameters live, that the device has no room for."""
+
+    place: Place
+    most: int | None = None  # bytes that may be there; None: no limit
+
+    def rewrites(self, homes: int = 0) -> tuple[Rewrite, ...]:
+        """The passes that allow it, with state and parameters of so many bytes out of the device."""
+        return offload(self.place, most=None if self.most is None else max(0, self.most - homes), homes=homes)
+
+    def homes(self, graph: Graph) -> list[int]:
+        """The bytes of state and parameters whose moving out is tried: half of the state, all, then parameters."""
+        state, parameters = leaving_bytes(graph)
+        rungs = (state // 2, state, state + parameters // 2, state + parameters)
+        return sorted({rung for rung in rungs if rung > 0 and (self.most is None or rung <= self.most)})
+
+
+def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ()) -> Iterator[Rewritten]:
     """What may be planned for a captured graph: the exact one first, then those with layers in ever more chunks."""
-    yield apply(graph, EXACT)
+    always = (*EXACT, *besides)
+    yield apply(graph, always)
     count, moments = 2, longest(graph) if rounding else 0
     while moments >= SHORTEST * count:
-        yield apply(graph, (chunks(count), *EXACT))
+        yield apply(graph, (chunks(count), *always))
         count *= 2
 
 
@@ -60,15 +80,51 @@ def choose(
     search: Callable[[Graph, Costs, int], Plan],
     *,
     rounding: bool,
+    away: Away | None = None,
 ) -> Choice:
     """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
 
-    `search` plans a graph with its costs, given eager's peak in bytes.
+    `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
+    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
     """
+    if away is None:
+        return _choose(graph, price, search, rounding=rounding)
+    try:
+        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites())
+    except BudgetError as failure:
+        best, least = None, failure
+    if best is not None and best.plan.overhead <= WORTH:
+        return best
+    # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
+    rungs = away.homes(graph)
+    for homes in rungs if best is not None else reversed(rungs):
+        try:
+            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes))
+        except BudgetError as failure:
+            if best is not None:
+                break
+            raise min(least, failure, key=lambda one: float("inf") if one.least is None else one.least) from None
+        if best is not None and found.plan.seconds >= best.plan.seconds:
+            break
+        best = found
+    if best is None:
+        raise least
+    return best
+
+
+def _choose(
+    graph: Graph,
+    price: Callable[[Graph], Costs],
+    search: Callable[[Graph, Costs, int], Plan],
+    *,
+    rounding: bool,
+    besides: tuple[Rewrite, ...] = (),
+) -> Choice:
+    """The quickest plan of a captured graph, whole or with layers cut in time, with these passes besides."""
     best: Choice | None = None
     failure: BudgetError | None = None
     eager = 0
-    for rewritten in candidates(graph, rounding=rounding):
+    for rewritten in candidates(graph, rounding=rounding, besides=besides):
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         costs = price(candidate)
         if exact:
@@ -107,7 +163,9 @@ def given(
 ) -> Choice:
     """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
     failure: FileError | None = None
-    for rewritten in candidates(graph, rounding=rounding):
+    known = plan.rewrites if isinstance(plan, Plan) else rewrites_of(plan)
+    besides = [rewrite for rewrite in known if rewrite.name in ELSEWHERE]
+    for rewritten in candidates(graph, rounding=rounding, besides=besides):
         candidate = rewritten.graph
         if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
             continue

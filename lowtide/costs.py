@@ -41,6 +41,7 @@ class Costs:
     machine: str  # processor, threads and library version, for people
     inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
     lanes: tuple[Lane, ...] = ()  # what copies between the device and other places cost; one for each, at most
+    staging: int = 0  # bytes of the device that copies go through, beside what a program with copies holds
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
@@ -69,6 +70,7 @@ class Costs:
             "origin": self.origin,
             "machine": self.machine,
             "lanes": [[lane.place, lane.direction, lane.latency, lane.rate, lane.takes] for lane in self.lanes],
+            "staging": self.staging,
             "code": self.code,
             "alignment": self.alignment,
             "notes": list(self.notes),
@@ -164,6 +166,7 @@ COSTS = record(
         "machine": text,
         "lanes": Absent(many(LANE), ()),
         "bandwidth": Absent(many(row(_away, amount)), ()),
+        "staging": Absent(_number, 0),
         "code": Absent(_number, 0),
         "alignment": Absent(whole(1), ALIGNMENT),
         "notes": many(text),

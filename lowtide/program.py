@@ -121,6 +121,15 @@ class Plan:
         return Plan(program=program, **promise)
 
 
+def rewrites_of(path: str | os.PathLike[str]) -> tuple[Rewrite, ...]:
+    """What a saved plan says was done to the captured step; nothing where the file is of before plans said so."""
+    data: Any = files.load(path, "program")
+    promise = data.get("promise") if isinstance(data, dict) else None
+    rows = promise.get("rewrites", []) if isinstance(promise, dict) else []
+    found: tuple[Rewrite, ...] = files.shaped(path, rows, many(REWRITE), kind="plan", hint="plan again.")
+    return found
+
+
 def show(instruction: Instruction, graph: Graph) -> str:
     """One instruction as a line."""
     match instruction:

@@ -14,7 +14,7 @@ from lowtide.allocator import AllocatorUnavailable
 from lowtide.allocator.arena import POOL, stepping
 from lowtide.budget import free_memory
 from lowtide.costs import ALIGNMENT
-from lowtide.device.disk import STAGING, Disk
+from lowtide.device.disk import STAGING, Disk, choose_folder, free_bytes
 from lowtide.device.homes import FileHomes
 from lowtide.device.record import Device
 from lowtide.kernels.own import quicker
@@ -62,6 +62,7 @@ CPU = Device(
     synchronise=_synchronise,
     stores={"disk": Disk},
     homes={"disk": FileHomes},
+    room={"disk": lambda folder: free_bytes(choose_folder(folder))},
     staging=STAGING,
     own_kernel=quicker,
 )

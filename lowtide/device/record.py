@@ -76,5 +76,6 @@ class Device:
     synchronise: Callable[[], None]  # returns when all that was asked of the device is done
     stores: Mapping[Place, Open]  # the places that values can go to from here, the nearest first
     homes: Mapping[Place, Callable[[str | os.PathLike[str] | None], Homes]]  # places that inputs can live in
+    room: Mapping[Place, Callable[[str | os.PathLike[str] | None], int]]  # bytes that are free in these places
     staging: int  # bytes of its memory that copies to them and back go through
     own_kernel: Callable[[str], Callable[..., Any] | None]  # for a target, ours that gives torch's bits sooner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
+from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 from lowtide.verify import Verifier, announce, refuse_call
@@ -176,6 +178,9 @@ def fit(
     time_limit: float = TIME_LIMIT,
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
+    offload: Place | None = None,
+    offload_budget: int | str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
     rounding: bool = False,
     verify: int = 0,
 ) -> Fitted:
@@ -194,6 +199,11 @@ def fit(
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.
     - `costs`: "roofline" estimates the ops instead of measuring them: quicker to fit, but what they hold inside is
       unknown, and the budget may be missed.
+    - `offload`: "disk" lets values wait in a file where that is quicker than to make them again; and where the budget
+      asks for it, optimizer state and parameters live there between steps, as ordinary tensors. The budget is of the
+      memory that is left.
+    - `offload_budget`: the bytes that may be there, "20GiB"; most of what is free by default.
+    - `offload_dir`: the folder of the file, which has no name and is gone with the process.
     - `rounding`: results are the same up to rounding. Layers of an nn.LSTM may then be cut in time, which lowers the
       least budget.
     - `verify`: so many first steps also run in eager PyTorch, on copies, and every bit is compared; that needs eager's
@@ -209,6 +219,9 @@ def fit(
         plan=plan,
         time_limit=time_limit,
         costs=costs,
+        offload=offload,
+        offload_budget=offload_budget,
+        offload_dir=offload_dir,
         rounding=rounding,
         tell=tell,
     )

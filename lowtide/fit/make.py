@@ -12,14 +12,14 @@ from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
-from lowtide.choice import Choice, choose, eager_peak, given
+from lowtide.choice import ELSEWHERE, Away, Choice, choose, eager_peak, given
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import measure, roofline
+from lowtide.measure import measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
@@ -72,7 +72,11 @@ class Maker:
             chosen = self._given(self._request.plan, captured.graph)
         else:
             chosen = self._carried(known, captured.graph) or choose(
-                captured.graph, self._price, self._search, rounding=self._request.rounding
+                captured.graph,
+                self._price,
+                self._search,
+                rounding=self._request.rounding,
+                away=self._away(captured.graph.device),
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
@@ -89,7 +93,7 @@ class Maker:
         return made
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
-        runner = execute(captured, found.program, costs.nbytes)
+        runner = execute(captured, found.program, costs.nbytes, folder=self._request.offload_dir)
         return Fit(runner, self._manner.caller(runner), found, costs, eager_peak, chunks)
 
     def _capture(self, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
@@ -112,7 +116,8 @@ class Maker:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
         if known is None or known.chunks != 1:
             return None
-        rewritten = apply(graph, EXACT)
+        elsewhere = [rewrite for rewrite in known.plan.rewrites if rewrite.name in ELSEWHERE]
+        rewritten = apply(graph, (*EXACT, *elsewhere))
         candidate, costs = rewritten.graph, self._price(rewritten.graph)
         before = known.runner.captured.graph
         if before.fingerprint == candidate.fingerprint:
@@ -135,7 +140,22 @@ class Maker:
             return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
         return stays + int(FREE * devices.of(device).free_bytes())
 
+    def _away(self, device: str) -> Away | None:
+        """Where values may go, and how many bytes of them: what was asked for, or most of what is free there."""
+        asked = self._request
+        if asked.offload is None:
+            return None
+        where = devices.of(device)
+        devices.refuse_place(where, asked.offload)
+        if asked.offload_budget is not None:
+            return Away(asked.offload, read_budget(asked.offload_budget, stays=0, eager_peak=0))
+        return Away(asked.offload, int(FREE * where.room[asked.offload](asked.offload_dir)))
+
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":
-            return roofline(graph)
-        return measure(graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops"))
+            costs = roofline(graph)
+        else:
+            costs = measure(
+                graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops")
+            )
+        return with_lanes(graph, costs, folder=self._request.offload_dir)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.budget import read_budget
 from lowtide.errors import UsageError
+from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan
 
@@ -29,6 +30,9 @@ class Request:
     plan: PlanFrom | None = None  # in place of a budget
     time_limit: float = TIME_LIMIT  # seconds of planning
     costs: CostsFrom = "measured"
+    offload: Place | None = None  # where values, state and parameters may go that the budget has no room for
+    offload_budget: int | str | None = None  # bytes that may be there; None: most of what is free there
+    offload_dir: str | os.PathLike[str] | None = None  # the folder of the file, where the place is the disk
     rounding: bool = False  # results may be the same up to rounding, not to the bit
     tell: Tell | None = None  # is told, a line each, what happens before steps
 
@@ -40,6 +44,21 @@ class Request:
             raise UsageError(f"there are no costs {self.costs!r}.", hint=f"choose one of {known}.")
         if isinstance(self.budget, str):
             read_budget(self.budget, stays=1, eager_peak=1)
+        self._refuse_places()
+
+    def _refuse_places(self) -> None:
+        places = [place for place in get_args(Place) if place != "device"]
+        if self.offload is not None and self.offload not in places:
+            raise UsageError(f"there is no place {self.offload!r} to offload to.", hint=f"use {' or '.join(places)}.")
+        unused = self.offload_budget is not None or (self.offload_dir is not None and self.plan is None)
+        if self.offload is None and unused:
+            raise UsageError("nothing is offloaded.", hint='offload_budget and offload_dir go with offload="disk".')
+        if self.offload is not None and self.plan is not None:
+            raise UsageError("a plan says itself what is offloaded.", hint="give offload with a budget, or a plan.")
+        if self.offload_budget is not None and str(self.offload_budget).strip().endswith("%"):
+            raise UsageError("offload_budget is in bytes.", hint='write "20GiB".')
+        if self.offload_budget is not None:
+            read_budget(self.offload_budget, stays=1, eager_peak=1)
 
     def say(self, line: str) -> None:
         """Tell whoever wants to know."""

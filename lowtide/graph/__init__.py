@@ -211,6 +211,11 @@ class Graph:
         return frozenset(self.values[item.value].storage for item in self.inputs)
 
     @cached_property
+    def device_storages(self) -> frozenset[int]:
+        """Of these, the ones whose home is the device: their bytes are there all the time."""
+        return frozenset(self.values[item.value].storage for item in self.inputs if item.home == "device")
+
+    @cached_property
     def required(self) -> frozenset[int]:
         """The values that must be there when the step ends, each at its home."""
         return frozenset(output.value for output in self.outputs)

@@ -22,11 +22,11 @@ from lowtide.device import Device
 from lowtide.graph import Graph
 from lowtide.kernels import own
 from lowtide.measure.book import Book
-from lowtide.measure.lanes import measure_lanes
+from lowtide.measure.lanes import measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 
-__all__ = ["measure", "measure_lanes", "roofline"]
+__all__ = ["measure", "measure_lanes", "roofline", "with_lanes"]
 
 PATIENCE = 300  # seconds after which a call is given up
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -12,13 +13,14 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from lowtide import device as devices
 from lowtide import files
-from lowtide.costs import LANE, Direction, Lane
+from lowtide.costs import LANE, Costs, Direction, Lane
 from lowtide.device import Device, Flight, Store, disk, refuse_place
 from lowtide.device.mounts import file_system
 from lowtide.files.cache import own_folder, read_own, trim
 from lowtide.files.shapes import Misshapen, many, record, text
-from lowtide.graph import Place
+from lowtide.graph import Graph, Place
 
 SIZES = tuple(2**power for power in (18, 20, 22, 24, 26))  # bytes: 256 KiB to 64 MiB
 ROUNDS = 5  # of each size, fewer where they take long
@@ -46,6 +48,30 @@ def measure_lanes(
         if cache:
             _write(path, found)
     return found
+
+
+def with_lanes(
+    graph: Graph,
+    costs: Costs,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Costs:
+    """The costs with those of copies to the other places that the graph names; as they are where it names none.
+
+    Estimated costs have estimated lanes already.
+    """
+    places = {row.place for row in graph.alternatives} | {item.home for item in graph.ends}
+    device = devices.of(graph.device)
+    there = [place for place in device.stores if place in places]
+    if not there:
+        return costs
+    lanes = costs.lanes
+    if costs.origin == "measured":
+        lanes = tuple(
+            lane for place in there for lane in measure_lanes(device, place, folder=folder, progress=progress)
+        )
+    return replace(costs, lanes=lanes, staging=device.staging)
 
 
 def fit(samples: list[tuple[int, float]]) -> tuple[float, float]:

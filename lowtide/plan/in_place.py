@@ -16,15 +16,16 @@ Pair = tuple[int, int]  # (made, read): what is made takes the bytes of what is 
 def pairs(graph: Graph, costs: Costs, op: int) -> list[Pair]:
     """What an op may do in place within the step: its updates, then what was measured to give the same bits.
 
-    Both are of one size, and neither is in a storage of the caller's: that is written when the op says so, and never
-    otherwise.
+    Both are of one size. A storage of the caller's is written by updates and by nothing else; where it is on the device
+    its bytes are there all the time, and nothing is saved.
     """
-    lasting = graph.lasting_storages
+    updates, lasting, there = graph.ops[op].updates, graph.lasting_storages, graph.device_storages
+    storage = [value.storage for value in graph.values]
+    possible = (*updates, *(pair for pair in costs.in_place[op] if not lasting & {storage[value] for value in pair}))
     return [
         (made, read)
-        for made, read in dict.fromkeys((*graph.ops[op].updates, *costs.in_place[op]))
-        if costs.nbytes[made] == costs.nbytes[read]
-        and not {graph.values[made].storage, graph.values[read].storage} & lasting
+        for made, read in dict.fromkeys(possible)
+        if costs.nbytes[made] == costs.nbytes[read] and not there & {storage[made], storage[read]}
     ]
 
 

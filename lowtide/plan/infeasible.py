@@ -13,7 +13,7 @@ def floor(problem: Problem) -> tuple[int, int]:
     """A number of bytes that no program can do without, and the op that needs them."""
     costs = problem.costs
     replaceable = problem.optional.astype(bool)
-    replaceable[problem.instead_of] = True
+    replaceable[problem.table.instead_of] = True
     needs = {-1: 0}
     for op in useful(problem):
         if replaceable[op]:

@@ -14,6 +14,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
+from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_copies, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
 from lowtide.plan.gate import Gate, Web, holding
@@ -23,7 +24,7 @@ from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
-from lowtide.program import Plan, Program, Run
+from lowtide.program import Copy, Plan, Program
 from lowtide.simulate import elapsed, simulate
 
 TIME_LIMIT = 6.0  # seconds of search
@@ -35,8 +36,8 @@ ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in
 LOWER = 0.4  # of what the arena has too much
 FAR = 1.05  # times the budget: what the simulator can count otherwise is less
 SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
-BEST, ONE_SHOT = "lowtide", "one-shot"
-METHODS = (BEST, ONE_SHOT, *CLASSICS)
+BEST, ONE_SHOT, OFFLOAD = "lowtide", "one-shot", "offload"
+METHODS = (BEST, ONE_SHOT, OFFLOAD, *CLASSICS)
 
 Progress = Callable[[float, float], None]  # told the best overhead so far, and the bound
 
@@ -55,7 +56,8 @@ class Planning:
     ) -> None:
         self.graph, self.costs = graph, costs
         self.time_limit, self.seed, self.progress = time_limit, seed, progress
-        self.arrays: Problem = problem(graph, costs)
+        self.arrays: Problem = problem(all_on_device(graph), costs)  # of programs without copies
+        self.elsewhere = lives_elsewhere(graph)
         self.prepared: dict[str, Callable[[int | None], Ints | None]] = {}
 
     @cached_property
@@ -77,6 +79,21 @@ class Planning:
         return self.arrays.time(self.order)
 
     @cached_property
+    def copying(self) -> Problem | None:
+        """The arrays of programs with copies; None where the graph offers none."""
+        return self._copying(again=True)
+
+    def _copying(self, *, again: bool) -> Problem | None:
+        if not offers_copies(self.graph) or not (self.elsewhere or self.costs.lanes):
+            return None
+        if library() is None:
+            raise UsageError(
+                "plans with copies to other places are searched for by compiled code, and there is no C++ compiler.",
+                hint="install one, or plan without offload.",
+            )
+        return copying(self.graph, self.costs, again=again)
+
+    @cached_property
     def gates(self) -> list[Gate]:
         """The moments at which bounds are looked for."""
         return gates(Web(self.arrays), self.order)
@@ -88,18 +105,37 @@ class Planning:
             raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join(METHODS)}.")
         if method != BEST:
             return self._promise(self._by_name(method, budget), budget, 0.0, begun)
+        fitting = [one for one in known if budget is None or one.peak <= budget]
+        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
+        if self.copying is not None and (program is None or self._seconds(program) > self.base):
+            program = self._with_copies(self.copying, budget, [program, *(one.program for one in fitting)])
+        if program is None:
+            program = self._last_resort(budget)
+        return self._promise(program, budget, bound, begun)
+
+    def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
+        """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
         for order in (self.order, self.one_shot):
             if budget is not None and self.arrays.peak(order) > FAR * budget:
                 continue  # no need to lay it out
-            program = self._finish(order, budget)
+            program = self._finish(self.arrays, order, budget)
             if budget is None or self._fits(program, budget):
-                return self._promise(program, budget, 0.0, begun)
+                return program, 0.0
         assert budget is not None
-        fitting = [one for one in known if one.peak <= budget]
-        found, bound = self._search(budget, [_sequence(one.program) for one in fitting], begun)
-        candidates = [one.program for one in fitting] + ([found] if found is not None else [])
-        program = min(candidates, key=self._seconds) if candidates else self._last_resort(budget)
-        return self._promise(program, budget, bound, begun)
+        still = [one.program for one in known if not _copies(one.program)]
+        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
+        return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
+
+    def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
+        """The quickest program, with copies or without; none is slower than those that are known."""
+        if budget is None:
+            return self._finish(arrays, weave(arrays, self.order), None)
+        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
+        starts = [sequence_of(arrays, program) for program in programs]
+        orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
+        until = time.monotonic() + self.time_limit
+        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, until)
+        return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
     def least(self) -> Plan:
         """The plan with the least peak that is found, whatever time it takes."""
@@ -109,9 +145,14 @@ class Planning:
     @cached_property
     def _lowest(self) -> Program:
         """The program with the least peak, with an arena or without one."""
-        sequence = self._lowest_sequence
-        programs = (self._finish(sequence, None), emit(self.arrays, sequence))
-        return min(programs, key=lambda program: simulate(self.graph, self.costs, program).peak)
+        arrays = self.arrays if self.copying is None else self.copying
+        sequence = self._lowest_sequence if self.copying is None else self._lowest_with_copies(self.copying)
+        programs = (self._finish(arrays, sequence, None), emit(arrays, sequence))
+        return min(programs, key=self._peak)
+
+    def _lowest_with_copies(self, arrays: Problem) -> Ints:
+        starts = [weave(arrays, order) for order in (self.order, self.one_shot)]
+        return lowest(arrays, starts if self.elsewhere else [*starts, self._lowest_sequence])
 
     @cached_property
     def _lowest_sequence(self) -> Ints:
@@ -123,20 +164,35 @@ class Planning:
             starts += self._chains(None)
         return lowest(self.arrays, starts)
 
-    def _last_resort(self, budget: int) -> Program:
+    def _last_resort(self, budget: int | None) -> Program:
         """The program with the least peak, if that is within the budget; else an error says what is."""
-        peak = simulate(self.graph, self.costs, self._lowest).peak
-        if peak > budget:
-            raise explain(self.arrays, budget, peak)
+        peak = self._peak(self._lowest)
+        if budget is not None and peak > budget:
+            raise explain(self.arrays if self.copying is None else self.copying, budget, peak)
         return self._lowest
 
     def _by_name(self, method: str, budget: int | None) -> Program:
         """What a classic finds, or the order with the least peak."""
-        sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
-        program = None if sequence is None else self._finish(sequence, budget)
+        if method == OFFLOAD:
+            program = self._offloaded(budget)
+        elif self.elsewhere:
+            raise UsageError(f"{method} plans no step with state elsewhere.", hint=f"plan by {BEST} or {OFFLOAD}.")
+        else:
+            sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
+            program = None if sequence is None else self._finish(self.arrays, sequence, budget)
         if program is None or not self._fits(program, budget):
-            raise explain(self.arrays, budget or 0, simulate(self.graph, self.costs, self._lowest).peak, method)
+            raise explain(self.arrays, budget or 0, self._peak(self._lowest), method)
         return program
+
+    def _offloaded(self, budget: int | None) -> Program | None:
+        """The quickest program in which no op runs twice: what there is no room for is copied away."""
+        arrays = self._copying(again=False)
+        if arrays is None:
+            raise UsageError("the step offers no copies to other places.", hint='plan with offload="disk".')
+        orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
+        if budget is None:
+            return self._finish(arrays, orders[0], None)
+        return self._within(arrays, orders, budget - self.costs.staging, 0.0, time.monotonic() + self.time_limit)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
         """What a classic finds, prepared once for all budgets."""
@@ -151,7 +207,7 @@ class Planning:
             if found.sequence is None:
                 return None, 0.0
             proven = found.bound_seconds - self.base
-            optimal = self._finish(found.sequence, budget)
+            optimal = self._finish(self.arrays, found.sequence, budget)
             if self._fits(optimal, budget):
                 return optimal, proven
         own = budget - self.arrays.stays
@@ -161,35 +217,45 @@ class Planning:
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
+        program, quickest = self._within(self.arrays, starts, budget, bound, until)
+        if gate is not None and quickest - bound > CLOSE * self.base:
+            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
+        return program, bound
+
+    def _within(
+        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float
+    ) -> tuple[Program | None, float]:
+        """The quickest program within the budget that the search finds, and the seconds that it first took more."""
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
         for _ in range(ATTEMPTS):
-            sequence = self._recompute(starts, target, bound, limit, until)
+            sequence = self._recompute(arrays, starts, target, bound, limit, until)
             if sequence is None:
                 break
-            quickest = quickest or self.arrays.time(sequence) - self.base
-            program = self._finish(sequence, budget)
+            timed, seconds = arrays.retimed(sequence, target)
+            quickest = quickest or seconds - self.base
+            program = self._finish(arrays, timed, budget)
             excess = simulate(self.graph, self.costs, program).peak - budget
             if excess <= 0:
                 break
             # The arena has gaps, and saved states of the random generator are not in the arrays: aim a little lower.
             # A small excess is not a matter of luck in the layout: all of it is taken off.
             part = 1.0 if excess < SLIGHT * budget else LOWER
-            target = min(target, self.arrays.peak(sequence)) - max(1, int(part * excess))
+            target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
             starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
             program = None
-        if gate is not None and quickest - bound > CLOSE * self.base:
-            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
-        return program, bound
+        return program, quickest
 
-    def _recompute(self, starts: list[Ints], target: int, bound: float, limit: float, until: float) -> Ints | None:
+    def _recompute(
+        self, arrays: Problem, starts: list[Ints], target: int, bound: float, limit: float, until: float
+    ) -> Ints | None:
         """The quickest sequence within the target from these starts, or from the one with the least peak."""
         enough = self.base * (1 + CLOSE / 10) + bound
         tell = None if self.progress is None else self._tell(bound)
         found = recompute(
-            self.arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
+            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
         )
-        if found is None and self.arrays.peak(self._lowest_sequence) <= target:
-            return self._recompute([self._lowest_sequence], target, bound, limit, until)
+        if found is None and arrays is self.arrays and arrays.peak(self._lowest_sequence) <= target:
+            return self._recompute(arrays, [self._lowest_sequence], target, bound, limit, until)
         return found
 
     def _tell(self, bound: float) -> Callable[[float], None]:
@@ -216,17 +282,21 @@ class Planning:
         found = (self._classic(name, budget) for name in CHAINS)
         yield from (sequence for sequence in found if sequence is not None)
 
-    def _finish(self, sequence: Ints, budget: int | None) -> Program:
+    def _finish(self, arrays: Problem, sequence: Ints, budget: int | None) -> Program:
         """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget."""
-        plain = emit(self.arrays, sequence)
+        plain = emit(arrays, sequence)
         program = layout(self.graph, self.costs, plain, limit=budget, seed=self.seed)
         return plain if len(self.order) <= SMALL and not self._fits(program, budget) else program
 
     def _seconds(self, program: Program) -> float:
         return elapsed(self.graph, self.costs, program)
 
+    def _peak(self, program: Program) -> int:
+        """The bytes of the device, with those that copies go through."""
+        return simulate(self.graph, self.costs, program).peak + (self.costs.staging if _copies(program) else 0)
+
     def _fits(self, program: Program, budget: int | None) -> bool:
-        return budget is None or simulate(self.graph, self.costs, program).peak <= budget
+        return budget is None or self._peak(program) <= budget
 
     def _promise(self, program: Program, budget: int | None, bound: float, begun: float) -> Plan:
         """The program, judged, with what it promises.
@@ -234,20 +304,20 @@ class Planning:
         Bounds are of recomputation. Where the graph offers copies instead, a program might do with none of it: the
         bound is then the time of all ordinary ops.
         """
-        bound = 0.0 if any(row.place != "device" for row in self.graph.alternatives) else bound
+        bound = 0.0 if offers_copies(self.graph) else bound
         simulation = simulate(self.graph, self.costs, program)
         check(self.graph, self.costs, program, budget=budget)
         return Plan(
             program=program,
             budget=budget,
-            peak=simulation.peak,
+            peak=self._peak(program),
             seconds=simulation.seconds,
             base_seconds=self.base,
             bound_seconds=self.base + bound,
-            least_bound=floor(self.arrays)[0],
+            least_bound=floor(self.arrays if self.copying is None else self.copying)[0],
             planning_seconds=time.monotonic() - begun,
         )
 
 
-def _sequence(program: Program) -> Ints:
-    return np.array([item.op for item in program.instructions if isinstance(item, Run)], np.int64)
+def _copies(program: Program) -> bool:
+    return any(isinstance(item, Copy) for item in program.instructions)

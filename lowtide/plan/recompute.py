@@ -32,6 +32,7 @@ LOWEST = 400_000_000  # places that are looked at for the least peak
 TRIES = 300  # at most
 POOL = 6  # sequences with low peaks that are tried again
 LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
+RATES = (0.05, 1.0, 0.3)  # seconds that a second of copying is held to cost, where there are copies
 HEATS = ((6, 0.25), (2, 0.55))  # of a race: how many run, and their share of the work
 HEAT = 0.004  # of the step: how much slower a sequence may become at first
 
@@ -43,6 +44,7 @@ def shave(
     *,
     batch: int = 1,
     penalty: float = 0.0,
+    rate: float = 0.0,
     weight: Floats | None = None,
     smallest: int = 0,
     work: Ints | None = None,
@@ -78,6 +80,7 @@ def shave(
             budget - problem.stays,
             batch,
             penalty,
+            rate,
             reals(weight, len(problem.nbytes)),
             ROUNDS,
             most_seconds,
@@ -125,16 +128,19 @@ def recompute(
     fitting = {family for family, start in enumerate(starts) if problem.peak(start) <= budget}  # without shaving
     left = limit * RATE * STARTS
     hopeless = -max(3 * left, 4.0 * PATIENT)
-    for (batch, penalty), (family, start) in product(MANNERS, enumerate(starts)):
+    rates = RATES if len(problem.copies.latency) else (0.0,)
+    for (batch, penalty), rate, (family, start) in product(MANNERS, rates, enumerate(starts)):
         if left < (0 if field else hopeless) or (field and library() is not None and time.monotonic() > until):
             break
-        if family in fitting and (batch, penalty) != MANNERS[0]:
+        if family in fitting and (batch, penalty, rate) != (*MANNERS[0], rates[0]):
             continue
         work = np.array([PATIENT])
-        tried, peak = shave(problem, start, budget, batch=batch, penalty=penalty, smallest=smallest, work=work)
+        tried, peak = shave(
+            problem, start, budget, batch=batch, penalty=penalty, rate=rate, smallest=smallest, work=work
+        )
         if peak <= budget:
             tried = tidy(problem, tried, budget, work=work)
-            field.append(_Runner(problem.time(tried), family, tried))
+            field.append(_Runner(problem.retimed(tried, budget)[1], family, tried))
         left -= PATIENT - int(work[0])
     if not field:
         return None
@@ -206,7 +212,8 @@ class _Race:
         lanes = range(number * len(runners), (number + 1) * len(runners))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(pool.map(lambda one, lane: self._search(one.sequence, work, lane), runners, lanes))
-        after = [_Runner(self.problem.time(one), old.family, one) for old, one in zip(runners, found, strict=True)]
+        seconds = [self.problem.retimed(one, self.budget)[1] for one in found]
+        after = [_Runner(took, old.family, one) for took, old, one in zip(seconds, runners, found, strict=True)]
         if self.progress is not None:
             self.progress(min(runner.seconds for runner in after))
         return after

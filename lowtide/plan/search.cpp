@@ -4,6 +4,11 @@
 // reader before the next run that makes it again; it is freed there. What may overwrite a dying argument does. So every
 // change below leaves a valid sequence: what reads a value later than foreseen lets it live longer.
 //
+// A copy to another place and back is three ops of the sequence: *send* starts to copy a value away, *leave* waits until it
+// is there, *fetch* starts to copy it back. Between send and fetch stand *tokens*, values without bytes. So the lives of
+// values say what copies hold, and nothing below knows more of them than their time, which is no sum: `retime` lets
+// copies begin as early, and be waited for as late, as the budget has room.
+//
 // Work is counted in places that were looked at, so that a search ends with the same plan on every machine.
 
 #include "doors.hpp"
@@ -11,6 +16,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <deque>
 #include <random>
 #include <vector>
 
@@ -28,7 +34,8 @@ extern "C" struct Problem {
   const Int *extra;                   // bytes inside each op
   const double *seconds;              // of each op
   const Int *row_start;               // value -> rows of alternatives: what may be kept instead of it
-  const Int *keeper, *store;          // of each row: the value that is kept, and the op that makes it; -1: made anyway
+  const Int *keeper;                  // of each row: the value that is kept
+  const Int *store_start, *stores;    // row -> ops that make the keeper, in order; none: it is made anyway
   const Int *restore_start, *restores;  // row -> ops that make the value again, in order
   const Int *instead_start, *instead_of, *instead_op;  // row -> readers, and the ops that read the keeper in their place
   const Byte *required;               // values that outlive the step
@@ -37,27 +44,47 @@ extern "C" struct Problem {
   const Byte *optional;               // ops that need not run
   const Byte *restoring;              // of these, ops that make a value again from what was kept instead of it
   const Byte *once;                   // values that only a first run makes: what it leaves in parameters and the like
+  Int tokens;                         // the first of the values that are tokens
+  const Int *fetch, *away;            // of each value: the op that copies it back, and the token that it needs; -1
+  const Byte *kind;                   // of each op: RUN, SEND, LEAVE or FETCH
+  const Int *lane;                    // of each op that is a copy: the engine that it runs on
+  const double *transfer;             // of each op that is a copy: seconds for its bytes
+  Int lanes;                          // engines that copy
+  const double *latency, *takes;      // of each: seconds before the bytes, and the part of compute's speed that it takes
 };
 
 namespace {
 
+enum Kind : Byte { RUN, SEND, LEAVE, FETCH };
+constexpr Int MOST_LANES = 8;
+constexpr double SLOWEST = 0.05;  // of compute's speed: what copies leave of it at least; FLOOR of engines.py
+
 // Whether every number of a problem is one that the loops below can follow; its flat arrays have these lengths.
-bool fits(const Problem &g, Int reads, Int makes, Int overs, Int rows, Int restores, Int insteads) {
+bool fits(const Problem &g, Int reads, Int makes, Int overs, Int rows, Int stores, Int restores, Int insteads) {
   const Int ops = g.ops, values = g.values;
   if (ops < 0 || values < 0 || ops > MOST || values > MOST) return false;
   if (!ragged(g.read_start, ops, reads) || !ragged(g.make_start, ops, makes) || !ragged(g.over_start, ops, overs) ||
-      !ragged(g.row_start, values, rows) || !ragged(g.restore_start, rows, restores) ||
-      !ragged(g.instead_start, rows, insteads))
+      !ragged(g.row_start, values, rows) || !ragged(g.store_start, rows, stores) ||
+      !ragged(g.restore_start, rows, restores) || !ragged(g.instead_start, rows, insteads))
     return false;
   for (const auto &[numbers, count] : {std::pair{g.reads, reads}, {g.makes, makes}, {g.over_made, overs},
                                        {g.over_read, overs}, {g.keeper, rows}})
     if (!within(numbers, count, 0, values)) return false;
   for (const auto &[numbers, count] :
-       {std::pair{g.restores, restores}, {g.instead_of, insteads}, {g.instead_op, insteads}})
+       {std::pair{g.stores, stores}, {g.restores, restores}, {g.instead_of, insteads}, {g.instead_op, insteads}})
     if (!within(numbers, count, 0, ops)) return false;
-  if (!within(g.maker, values, -1, ops) || !within(g.killer, values, -1, ops) || !within(g.store, rows, -1, ops))
-    return false;
+  if (!within(g.maker, values, -1, ops) || !within(g.killer, values, -1, ops)) return false;
   if (!within(g.bytes, values, 0, MOST) || !within(g.extra, ops, 0, MOST)) return false;
+  if (g.tokens < 0 || g.tokens > values || g.lanes < 0 || g.lanes > MOST_LANES) return false;
+  if (!within(g.fetch, values, -1, ops) || !within(g.away, values, -1, values)) return false;
+  if (!finite(g.transfer, ops) || !finite(g.latency, g.lanes) || !finite(g.takes, g.lanes)) return false;
+  for (Int op = 0; op < ops; ++op) {
+    const Byte kind = g.kind[op];
+    if (kind > FETCH || (kind != RUN && (g.lane[op] < 0 || g.lane[op] >= g.lanes))) return false;
+    // What a copy moves is the first that it reads, or that it makes.
+    if ((kind == SEND || kind == LEAVE) && g.read_start[op] == g.read_start[op + 1]) return false;
+    if (kind == FETCH && g.make_start[op] == g.make_start[op + 1]) return false;
+  }
   return finite(g.seconds, ops);
 }
 
@@ -149,6 +176,7 @@ struct Lives {
   bool at(const Problem &g, Int value, Int place) const {
     if (g.maker[value] < 0) return killed_at[value] >= place;
     if (g.once[value]) return start[value] < filled[value] && first[start[value]] < place && killed_at[value] >= place;
+    if (value >= g.tokens) return start[value] < filled[value] && first[start[value]] < place;  // it may last for nothing
     for (Int k = start[value]; k < filled[value]; ++k)
       if (first[k] < place && last[k] >= place) return true;
     return false;
@@ -168,17 +196,32 @@ struct Closure {
 
   bool add(const Problem &g, const Lives &lives, Int value, Int place, Int limit) {
     std::size_t next = ops.size();
-    if (!enter(g, g.maker[value])) return false;
+    if (lives.killed_at[value] < place || !enter(g, way_back(g, lives, value, place))) return false;
     for (; next < ops.size(); ++next) {
       if ((Int)ops.size() > limit) return false;
       const Int op = ops[next];
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) {
         const Int read = g.reads[k];
         if (lives.at(g, read, place)) continue;
-        if (g.maker[read] < 0 || g.once[read] || !enter(g, g.maker[read])) return false;
+        if (g.maker[read] < 0 || g.once[read] || lives.killed_at[read] < place) return false;
+        if (!enter(g, way_back(g, lives, read, place))) return false;
       }
     }
     return true;
+  }
+
+  // The op that makes a value again: what copies it back where it is elsewhere, or its maker.
+  Int way_back(const Problem &g, const Lives &lives, Int value, Int place) const {
+    return g.away[value] >= 0 && lives.at(g, g.away[value], place) ? g.fetch[value] : g.maker[value];
+  }
+
+  // The ops in an order in which each finds what it reads: copies need nothing of the others.
+  const Sequence &in_order(const Problem &g) {
+    std::sort(ops.begin(), ops.end(), [&](Int a, Int b) {
+      const bool first = g.kind[a] == FETCH, second = g.kind[b] == FETCH;
+      return first != second ? first : a < b;
+    });
+    return ops;
   }
 
   bool enter(const Problem &g, Int op) {
@@ -193,6 +236,43 @@ struct Manner {
   Int batch, rounds, room, smallest, work;
   double penalty, most_seconds;
   const double *weight;  // of each value: how dear it is to let go
+  double rate = 0;       // the price of a second of copying, in seconds: some of it hides behind ops, some does not
+};
+
+// How far compute and the copies are: the twin of Engines in engines.py.
+struct Clock {
+  const Problem &g;
+  double now = 0;
+  double free[MOST_LANES] = {};
+
+  explicit Clock(const Problem &problem) : g(problem) {}
+
+  void run(double seconds) {
+    while (true) {
+      double taken = 0, until = INFINITY;
+      bool busy = false;
+      for (Int lane = 0; lane < g.lanes; ++lane)
+        if (free[lane] > now) busy = true, taken += g.takes[lane], until = std::min(until, free[lane]);
+      if (!busy) {
+        now += seconds;
+        return;
+      }
+      const double speed = std::max(SLOWEST, 1.0 - taken), done = (until - now) * speed;
+      if (done >= seconds) {
+        now += seconds / speed;
+        return;
+      }
+      seconds -= done, now = until;
+    }
+  }
+
+  double copy(Int op) {
+    const Int lane = g.lane[op];
+    free[lane] = std::max(now, free[lane]) + g.latency[lane] + g.transfer[op];
+    return free[lane];
+  }
+
+  void wait(double arrival) { now = std::max(now, arrival); }
 };
 
 struct Planner {
@@ -209,11 +289,24 @@ struct Planner {
     return profile.measure(g, sequence);
   }
 
+  // The seconds of all ops, and what copies take from them while they run.
   double seconds(const Sequence &sequence) const {
     double total = 0;
     for (Int op : sequence) total += g.seconds[op];
     return total;
   }
+
+  // What an op is held to cost where the time of copies is not known yet.
+  double price(Int op, double rate) const {
+    return g.kind[op] == SEND || g.kind[op] == FETCH ? g.seconds[op] + rate * (g.latency[g.lane[op]] + g.transfer[op])
+                                                     : g.seconds[op];
+  }
+
+  // The value that a copy moves.
+  Int moved(Int op) const { return g.kind[op] == FETCH ? g.makes[g.make_start[op]] : g.reads[g.read_start[op]]; }
+
+  void tighten(Sequence &sequence);
+  double retime(const Sequence &tight, Int budget, Sequence *out);
 
   Int made_bytes(Int op) const {
     Int sum = 0;
@@ -276,6 +369,10 @@ struct Planner {
     bool any = false;
     for (Int place = (Int)sequence.size() - 1; place >= 0; --place) {
       const Int op = sequence[place];
+      if ((g.kind[op] == SEND || g.kind[op] == LEAVE) && first_of[op] != place) {  // it is elsewhere already
+        dropped[place] = 1, any = true;
+        continue;
+      }
       bool useful = runs_of[op] == 1 ? !g.optional[op] : g.pinned[op] && first_of[op] == place;
       for (Int k = g.make_start[op]; k < g.make_start[op + 1] && !useful; ++k) useful = alive[g.makes[k]];
       if (!useful) {
@@ -351,7 +448,7 @@ struct Planner {
       closure.begin(g);
       if (closure.add(g, lives, value, to, 3000)) {
         work += (Int)closure.ops.size();
-        best.score = how.weight[value] * again_seconds(value, to, budget, all, how.penalty) / all;
+        best.score = how.weight[value] * again_seconds(value, to, budget, all, how) / all;
       }
       for (Int row = g.row_start[value]; row < g.row_start[value + 1]; ++row) consider(sequence, row, best, how);
       if (best.score < INFINITY) chosen.push_back(best);
@@ -364,11 +461,12 @@ struct Planner {
   }
 
   // Seconds of the closure, dearer where its own bytes would stand out above the budget.
-  double again_seconds(Int value, Int to, Int budget, double all, double penalty) const {
+  double again_seconds(Int value, Int to, Int budget, double all, const Manner &how) const {
+    const double penalty = how.penalty;
     double seconds = 0;
     Int widest = 0;
     for (Int op : closure.ops) {
-      seconds += g.seconds[op];
+      seconds += price(op, how.rate);
       if (penalty <= 0) continue;
       Int width = g.extra[op] + made_bytes(op);
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
@@ -397,15 +495,16 @@ struct Planner {
   }
 
   void consider(const Sequence &sequence, Int row, Eviction &best, const Manner &how) const {
-    const Int value = best.value, keeper = g.keeper[row], store = g.store[row], reader = sequence[best.to];
+    const Int value = best.value, keeper = g.keeper[row], reader = sequence[best.to];
     const bool stored = lives.at(g, keeper, best.to);
-    if (!stored && store < 0) return;
-    double seconds = stored ? 0 : g.seconds[store];
+    if (!stored && g.store_start[row] == g.store_start[row + 1]) return;
+    double seconds = 0;
+    for (Int k = g.store_start[row]; k < g.store_start[row + 1] && !stored; ++k) seconds += price(g.stores[k], how.rate);
     Eviction::Way way;
     if (g.restore_start[row] < g.restore_start[row + 1]) {
       if (!restorable(row, best.to)) return;
       double back = 0;
-      for (Int k = g.restore_start[row]; k < g.restore_start[row + 1]; ++k) back += g.seconds[g.restores[k]];
+      for (Int k = g.restore_start[row]; k < g.restore_start[row + 1]; ++k) back += price(g.restores[k], how.rate);
       seconds += back;
       way = Eviction::restored;
     } else if (const Int other = instead(row, reader); other >= 0 && reads_after[value] == 1) {
@@ -437,7 +536,8 @@ struct Planner {
           closure.add(g, lives, one.value, place, INT64_MAX);
           continue;
         }
-        if (!lives.at(g, g.keeper[one.row], place)) inserts.push_back({one.from + 1, {g.store[one.row]}});
+        if (!lives.at(g, g.keeper[one.row], place))
+          inserts.push_back({one.from + 1, Sequence(g.stores + g.store_start[one.row], g.stores + g.store_start[one.row + 1])});
         if (one.way == Eviction::replaced) {
           const Int other = instead(one.row, sequence[place]);
           if (other < 0) continue;  // another one of its arguments has been replaced before
@@ -447,8 +547,8 @@ struct Planner {
           first.insert(first.end(), g.restores + g.restore_start[one.row], g.restores + g.restore_start[one.row + 1]);
         }
       }
-      std::sort(closure.ops.begin(), closure.ops.end());
-      first.insert(first.end(), closure.ops.begin(), closure.ops.end());
+      const Sequence &again = closure.in_order(g);
+      first.insert(first.end(), again.begin(), again.end());
       if (!first.empty()) inserts.push_back({place, first});
     }
     std::stable_sort(inserts.begin(), inserts.end(), [](const auto &a, const auto &b) { return a.first > b.first; });
@@ -591,12 +691,147 @@ void Planner::drop(Sequence &sequence, const std::vector<Int> &candidates, Int b
 }
 
 
+// Put copies where they hold the least: what is fetched right before its reader, what leaves right after its last use.
+void Planner::tighten(Sequence &sequence) {
+  const Int length = (Int)sequence.size();
+  work += 2 * length;
+  std::vector<Int> touched(g.values, -1), made(g.values, -1), next(g.values, -1);
+  struct Key { Int place, side, op; };
+  std::vector<Key> copies;
+  for (Int place = 0; place < length; ++place) {
+    const Int op = sequence[place];
+    const Byte kind = g.kind[op];
+    if (kind == SEND || kind == LEAVE) {
+      const Int value = moved(op);
+      copies.push_back({kind == SEND ? made[value] : touched[value], kind == SEND ? 2 : 3, op});
+      continue;
+    }
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) touched[g.reads[k]] = place;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) touched[g.makes[k]] = made[g.makes[k]] = place;
+  }
+  for (Int place = length - 1; place >= 0; --place) {
+    const Int op = sequence[place];
+    const Byte kind = g.kind[op];
+    if (kind == FETCH) {
+      const Int reader = next[moved(op)];
+      copies.push_back({reader < 0 ? place : reader, 0, op});
+      next[moved(op)] = -1;
+    } else if (kind == RUN) {
+      for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) next[g.reads[k]] = place;
+    }
+  }
+  std::stable_sort(copies.begin(), copies.end(), [](const Key &a, const Key &b) {
+    return a.place != b.place ? a.place < b.place : a.side < b.side;
+  });
+  Sequence tight;
+  tight.reserve(sequence.size());
+  std::size_t k = 0;
+  for (Int place = -1; place < length; ++place) {
+    for (; k < copies.size() && copies[k].place == place && copies[k].side == 0; ++k) tight.push_back(copies[k].op);
+    if (place >= 0 && g.kind[sequence[place]] == RUN) tight.push_back(sequence[place]);
+    for (; k < copies.size() && copies[k].place == place; ++k) tight.push_back(copies[k].op);
+  }
+  sequence.swap(tight);
+}
+
+// The seconds of a tight sequence whose copies begin as early and are waited for as late as the budget has room; it goes
+// to `out`. Backwards, what is fetched is fetched so much sooner that it is there in time, one after the other; forwards,
+// what leaves stays until it is elsewhere. Every op finds the bytes of both within the budget.
+double Planner::retime(const Sequence &tight, Int budget, Sequence *out) {
+  const Int length = (Int)tight.size();
+  measure(tight);
+  std::vector<double> begins(length + 1, 0);
+  std::vector<Int> held(profile.bytes), touched(g.values, -1), earliest(length, 0);
+  for (Int place = 0; place < length; ++place) {
+    const Int op = tight[place];
+    begins[place + 1] = begins[place] + (g.kind[op] == RUN ? g.seconds[op] : 0);
+    if (g.kind[op] == FETCH) earliest[place] = touched[moved(op)] + 1;
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) touched[g.reads[k]] = place;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) touched[g.makes[k]] = place;
+  }
+  std::vector<Int> last(g.values, -1), dies(length, -1);  // where what leaves is read for the last time, maybe later
+  for (Int place = length - 1; place >= 0; --place) {
+    const Int op = tight[place];
+    if (g.kind[op] == LEAVE) dies[place] = std::max(place, last[moved(op)]);
+    if (g.kind[op] == SEND || g.kind[op] == LEAVE) continue;
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) last[g.makes[k]] = -1;
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
+      if (last[g.reads[k]] < 0) last[g.reads[k]] = place;
+  }
+  std::vector<std::pair<Int, Int>> fetches;  // the place that each begins before, and the op; the last first
+  double busy[MOST_LANES];
+  std::fill(busy, busy + MOST_LANES, INFINITY);
+  for (Int place = length - 1; place >= 0; --place) {
+    const Int op = tight[place];
+    if (g.kind[op] != FETCH) continue;
+    double &lane = busy[g.lane[op]];
+    const Int bytes = g.bytes[moved(op)];
+    const double start = std::min(begins[place], lane) - g.latency[g.lane[op]] - g.transfer[op];
+    Int to = place;
+    for (; to > earliest[place] && begins[to] > start && held[to - 1] + bytes <= budget; --to) held[to - 1] += bytes;
+    lane = std::max(start, begins[to]);
+    fetches.emplace_back(to, op);
+    work += place - to + 1;
+  }
+  std::stable_sort(fetches.begin(), fetches.end(), [](const auto &a, const auto &b) { return a.first > b.first; });
+
+  Clock clock(g);
+  std::vector<double> arrival(g.values, 0), gone(g.values, 0);  // of what comes, and of what goes
+  std::vector<Byte> pending(g.values, 0);
+  std::deque<Int> leaving;
+  std::vector<Int> from(g.values, 0), due(length + 2, 0);
+  Int waiting = 0, now = 0;  // bytes of what is on its way out and would be gone
+  auto put = [&](Int op) {
+    if (out) out->push_back(op);
+  };
+  auto leave = [&] {
+    const Int op = leaving.front(), value = moved(op);
+    leaving.pop_front();
+    clock.wait(gone[value]);
+    pending[value] = 0;
+    (from[value] > now ? due[from[value]] : waiting) -= g.bytes[value];
+    put(op);
+  };
+  if (out) out->clear();
+  for (Int place = 0; place < length; ++place) {
+    now = place, waiting += due[place];
+    while (!leaving.empty() && (gone[moved(leaving.front())] <= clock.now || held[place] + waiting > budget)) leave();
+    for (; !fetches.empty() && fetches.back().first == place; fetches.pop_back()) {
+      const Int op = fetches.back().second;
+      while (pending[moved(op)]) leave();
+      arrival[moved(op)] = clock.copy(op);
+      put(op);
+    }
+    const Int op = tight[place];
+    if (g.kind[op] == FETCH) continue;
+    if (g.kind[op] == LEAVE) {
+      leaving.push_back(op), pending[moved(op)] = 1;
+      from[moved(op)] = dies[place] + 1, due[dies[place] + 1] += g.bytes[moved(op)];
+      continue;
+    }
+    for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k)
+      while (pending[g.makes[k]]) leave();
+    for (Int k = g.over_start[op]; k < g.over_start[op + 1]; ++k)  // a result may take its bytes
+      while (pending[g.over_read[k]]) leave();
+    for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k) clock.wait(arrival[g.reads[k]]);
+    if (g.kind[op] == SEND) gone[moved(op)] = clock.copy(op);
+    else clock.run(g.seconds[op]);
+    put(op);
+  }
+  while (!leaving.empty()) leave();
+  work += 2 * length;
+  return clock.now;
+}
+
 // Ruin and recreate: change a part of a sequence at random, mend it, and keep it if it is no slower than the heat allows.
+constexpr double RATES[] = {0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 2};  // prices of a second of copying that are tried
+
 struct Search {
   Planner planner;
   const Problem &g;
   Int budget, room, smallest;
   double base;  // seconds of the step without recomputation
+  double rate = 0;  // the price of a second of copying, in seconds
   std::mt19937_64 engine;
   std::vector<double> weight, noise, gain;
   std::vector<Int> places;
@@ -615,18 +850,23 @@ struct Search {
   }
 
   void run(Sequence &now, Sequence &best, Int work, double heat, double heat_end) {
-    double now_seconds = planner.seconds(now), best_seconds = planner.seconds(best);
+    double now_seconds = timed(now), best_seconds = timed(best);
     const Int end = planner.work + work;
     const double step = (heat_end - heat) / (double)std::max<Int>(1, work);
     while (planner.work < end) {
       const double margin = base * std::max(1e-12, heat_end - step * (double)(end - planner.work));
       Sequence tried = now;
       if (!change(tried)) continue;
-      const double took = planner.seconds(tried);
+      const double took = timed(tried);
       if (took > now_seconds && chance() >= std::exp((now_seconds - took) / margin)) continue;
       now = tried, now_seconds = took;
       if (took < best_seconds) best = tried, best_seconds = took;
     }
+  }
+
+  // The seconds of a sequence that fits; with copies, as they come to lie between the ops.
+  double timed(const Sequence &sequence) {
+    return g.lanes ? planner.retime(sequence, budget, nullptr) : planner.seconds(sequence);
   }
 
   // False where the changed sequence does not fit.
@@ -645,6 +885,7 @@ struct Search {
       const Int batches[] = {1, 2, 4};
       const double penalties[] = {0, 0, 1, 10};
       Manner how{batches[below(3)], 300, room, smallest, INT64_MAX / 2, penalties[below(4)], INFINITY, weight.data()};
+      if (g.lanes) how.rate = rate = RATES[below(std::size(RATES))];
       if (!planner.shave(tried, target, how)) return false;
       planner.prune(tried);
       if (planner.measure(tried) > budget) return false;
@@ -657,6 +898,7 @@ struct Search {
       tidy(tried, noise.data());
       if (tried.size() == length) break;
     }
+    if (g.lanes) planner.tighten(tried);
     return true;
   }
 
@@ -690,7 +932,7 @@ struct Search {
       if (gain[op] >= 0) continue;
       Int largest = 1;
       for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) largest = std::max(largest, g.bytes[g.makes[k]]);
-      gain[op] = g.seconds[op] / (double)largest * (factor ? factor[op] : 1);
+      gain[op] = planner.price(op, rate) / (double)largest * (factor ? factor[op] : 1);
     }
     std::stable_sort(places.begin(), places.end(), [&](Int a, Int b) { return gain[tried[a]] > gain[tried[b]]; });
     planner.drop(tried, places, budget);
@@ -702,8 +944,9 @@ struct Search {
 extern "C" {
 
 // Whether all numbers of a problem are in range: 1, or REFUSED. The functions below take it that they are.
-Int lowtide_problem_fits(const Problem *g, Int reads, Int makes, Int overs, Int rows, Int restores, Int insteads) {
-  return answered([&] { return fits(*g, reads, makes, overs, rows, restores, insteads) ? 1 : REFUSED; });
+Int lowtide_problem_fits(const Problem *g, Int reads, Int makes, Int overs, Int rows, Int stores, Int restores,
+                         Int insteads) {
+  return answered([&] { return fits(*g, reads, makes, overs, rows, stores, restores, insteads) ? 1 : REFUSED; });
 }
 
 Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) {
@@ -718,14 +961,14 @@ Int lowtide_profile(const Problem *g, const Int *given, Int length, Int *bytes) 
 
 // Returns the new length, or minus one with the sequence unchanged where the room is too small; `reached` is the peak,
 // and `work` what was left of it.
-Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget, Int batch, double penalty,
+Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget, Int batch, double penalty, double rate,
                   const double *weight, Int rounds, double most_seconds, Int smallest, Int *work, Int *reached) {
   if (length < 0 || length > room || batch < 1 || !within(given, length, 0, g->ops)) return REFUSED;
-  if (!finite(weight, g->values) || !std::isfinite(penalty)) return REFUSED;
+  if (!finite(weight, g->values) || !std::isfinite(penalty) || !std::isfinite(rate)) return REFUSED;
   return answered([&]() -> Int {
     Planner planner(*g);
     Sequence sequence(given, given + length);
-    const Manner how{batch, rounds, room, smallest, *work, penalty, most_seconds, weight};
+    const Manner how{batch, rounds, room, smallest, *work, penalty, most_seconds, weight, rate};
     const bool fits = planner.shave(sequence, budget, how);
     *work -= planner.work;
     if (!fits) return -1;
@@ -733,6 +976,20 @@ Int lowtide_shave(const Problem *g, Int *given, Int length, Int room, Int budget
     *reached = planner.measure(sequence);
     std::copy(sequence.begin(), sequence.end(), given);
     return (Int)sequence.size();
+  });
+}
+
+// The seconds of a sequence whose copies lie as well as the budget lets them, and the sequence as it is then.
+Int lowtide_retime(const Problem *g, Int *given, Int length, Int budget, double *seconds) {
+  if (length < 0 || !within(given, length, 0, g->ops)) return REFUSED;
+  return answered([&]() -> Int {
+    Planner planner(*g);
+    Sequence tight(given, given + length), found;
+    planner.tighten(tight);
+    *seconds = planner.retime(tight, budget, &found);
+    if ((Int)found.size() > length) return REFUSED;
+    std::copy(found.begin(), found.end(), given);
+    return (Int)found.size();
   });
 }
 

@@ -1,6 +1,7 @@
 """Graph -> Graph: passes over a step before it is planned, exact ones and others; PASSES fixes their order.
 
-Bitwise ones are always taken; those that change the rounding, or more, are off unless they are named.
+EXACT are always taken. Those that need another place, and those that change the rounding, or more, are off unless they
+are named.
 """
 
 from __future__ import annotations
@@ -11,14 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import ProgramError, UsageError
-from lowtide.graph import Graph
+from lowtide.graph import Graph, Place
 from lowtide.rewrite.chunks import cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
+from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
+from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
-__all__ = ["EXACT", "PASSES", "Pass", "Rewritten", "apply", "chunks", "cut", "longest", "with_narrow"]
+__all__ = [
+    "EXACT",
+    "PASSES",
+    "Pass",
+    "Rewritten",
+    "apply",
+    "chunks",
+    "cut",
+    "leaving_bytes",
+    "longest",
+    "offload",
+    "with_narrow",
+]
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,10 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("chunks", "rounding", cut),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
+    Pass("offload", "bitwise", may_wait),
+    Pass("homes", "bitwise", moved_out),
 )
-EXACT = tuple(one.by() for one in PASSES if one.exactness == "bitwise")
+EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "sizes", "narrow"))  # what is always done
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,17 @@ class Rewritten:
 
 def chunks(count: int) -> Rewrite:
     """Recurrent layers cut in time into so many calls."""
-    return next(one for one in PASSES if one.name == "chunks").by(count)
+    return _named("chunks").by(count)
+
+
+def offload(place: Place, *, most: int | None = None, homes: int = 0) -> tuple[Rewrite, ...]:
+    """Values may wait in a place, `most` bytes of them; state and parameters of `homes` bytes live there."""
+    rows = _named("offload").by(place_and_bytes(place, most))
+    return (rows, _named("homes").by(place_and_bytes(place, homes))) if homes else (rows,)
+
+
+def _named(name: str) -> Pass:
+    return next(one for one in PASSES if one.name == name)
 
 
 def apply(graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:

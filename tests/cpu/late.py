@@ -102,6 +102,7 @@ LATE = dataclasses.replace(
     device.CPU,
     stores={"host": LateStore, "disk": LateStore},
     homes={"host": LateHomes, "disk": LateHomes},
+    room=dict.fromkeys(("host", "disk"), lambda _: 2**40),
     staging=0,
 )
 

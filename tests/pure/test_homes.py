@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from test_check import _agree
 
 from lowtide.check import check
-from lowtide.costs import declared
-from lowtide.errors import FileError, ProgramError, UsageError
+from lowtide.costs import declared, lanes
+from lowtide.errors import BudgetError, FileError, ProgramError, UsageError
 from lowtide.graph import Graph, Input, Op, Output, Place, Read, Value, View
 from lowtide.plan import plan
 from lowtide.plan.layout import layout
@@ -184,6 +184,16 @@ def test_an_opaque_value_is_read_by_no_view(form: str) -> None:
     assert graph.fault == (f"op 1 update sees %2 through a view, but it is {form}" if opaque else None)
 
 
-def test_the_planner_says_that_it_cannot_yet() -> None:
-    with pytest.raises(UsageError, match="weight, which lives on the disk"):
+def test_the_planner_needs_to_know_what_copies_cost() -> None:
+    with pytest.raises(UsageError, match="weight, which lives on the disk: its costs say nothing about copies"):
         plan(_graph(), declared(_graph()), 1000)
+
+
+def test_a_step_with_ends_elsewhere_is_planned() -> None:
+    graph = _graph()
+    costs = dataclasses.replace(declared(graph), lanes=lanes((("host", 100.0), ("disk", 100.0))))
+    found = plan(graph, costs, 210, time_limit=0.1)
+    assert found.peak == 210
+    assert found.seconds == 1.0 + 2.0 + 1.0  # a copy, two ops, and two copies side by side
+    with pytest.raises(BudgetError, match="210"):
+        plan(graph, costs, 209, time_limit=0.1)
