@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import errno
 import os
@@ -94,6 +95,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that takes no time: it hands out a library that was made before."""
     source = tmp_path / "twice.cpp"
     source.write_text('#include <cstdint>\nextern "C" int64_t twice(int64_t number) { return 2 * number; }\n')
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))  # where nobody has left anything
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "first"))
     native.library(source, SIGNATURES, what="the test")
     (made,) = (tmp_path / "first").iterdir()
@@ -104,8 +107,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
     return source
 
 
@@ -143,7 +144,12 @@ def test_a_library_is_loaded_or_the_error_says_why(
 
 
 def load(source: Path, depends: tuple[str, ...]) -> int:
-    return int(native.library(source, SIGNATURES, what="the test", depends=depends).twice(21))
+    """What the library says; it is closed again, since a process can map only so many."""
+    opened = native.library(source, SIGNATURES, what="the test", depends=depends)
+    try:
+        return int(opened.twice(21))
+    finally:
+        _ctypes.dlclose(opened._handle)
 
 
 def test_two_failures_in_a_row_are_an_error_that_names_them(
