@@ -7,7 +7,9 @@ import ctypes
 import errno
 import os
 import shlex
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,19 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
+@pytest.fixture
+def at_once(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same compiler, without a process of its own: that of thousands of builds would take minutes."""
+    (made,) = (tmp_path / "first").iterdir()
+
+    def run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if workshop is not None:
+            shutil.copyfile(made, command[command.index("-o") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native, "_run", run)
+
+
 FAULTS: dict[str, tuple[Any, str, int]] = {
     "write": (os, "write", errno.ENOSPC),
     "rename": (os, "replace", errno.EIO),
@@ -121,26 +136,44 @@ FAULTS: dict[str, tuple[Any, str, int]] = {
 }
 
 
-@places
+def fails_at(nth: int, fault: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load new libraries until the n-th call has failed, and some more."""
+    module, name, code = FAULTS[fault]
+    cache = tmp_path / f"cache{nth}"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
+    made, more = 0, 2
+    with failing(module, name, nth, code=code) as count:
+        while more:
+            made, more = made + 1, more - (count.calls >= nth)
+            for _ in range(2):  # cold, then warm
+                error = outcome(lambda d=(f"{nth} {made}",): load(compiler, d), LowtideError)
+                assert error is None or str(error)
+            assert made < nth + 4, f"{fault} is not what a build does"
+    assert all(load(compiler, (f"{nth} {number}",)) == 42 for number in range(max(1, made - 4), made + 1))
+    folders = [cache, *(tmp_path / "temporary").iterdir()]
+    left = [path for folder in folders for path in folder.iterdir()]
+    assert [path.name for path in left if path.name.startswith(".")] == []
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_library_is_loaded_or_the_error_says_why(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, nths: range
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    module, name, code = FAULTS[fault]
-    for nth in nths:
-        cache = tmp_path / f"cache{nth}"
-        monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
-        with failing(module, name, nth, code=code):
-            for number in range(1 + nth // 4):
-                for _ in range(2):  # cold, then warm
-                    depends = (str(number),)
-                    error = outcome(lambda d=depends: load(compiler, d), LowtideError)
-                    assert error is None or str(error)
-        assert all(load(compiler, (str(number),)) == 42 for number in range(1 + nth // 4))
-        folders = [cache, *(tmp_path / "temporary").iterdir()]
-        left = [path for folder in folders for path in folder.iterdir()]
-        assert [path.name for path in left if path.name.startswith(".")] == []
-        assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    for nth in FEW:
+        fails_at(nth, fault, compiler, tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_library_of_many_is_loaded_or_the_error_says_why(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    if fault != "sync":
+        monkeypatch.setattr(os, "fsync", lambda file: None)
+    for nth in MANY:
+        fails_at(nth, fault, compiler, tmp_path, monkeypatch)
 
 
 def load(source: Path, depends: tuple[str, ...]) -> int:
