@@ -33,8 +33,11 @@ class Book:
         self.answers: dict[str, Answer] = self._read()
 
     def add(self, answers: Mapping[str, Answer]) -> None:
-        """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
-        found = {**self._read(), **answers}
+        """Write new answers beside those that are there now; a folder that cannot be written is no failure.
+
+        Nor is a file that can't be read just now a reason to lose what was in it.
+        """
+        found = {**self.answers, **self._read(), **answers}
         try:
             entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
             files.write_atomically(self.path, json.dumps(entries, allow_nan=False), mode=0o600)
