@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide.capture.caches import Cache
 from lowtide.capture.follow import Follower
 from lowtide.capture.lines import Use
 from lowtide.capture.world import (
@@ -98,6 +99,9 @@ class Assumptions:
             for part, path in parts:
                 self._wait(part, path, uses if isinstance(value, (tuple, frozenset)) else READ)
             return
+        if (cache := self.world.caches.get(id(value))) is not None:
+            self._cache(cache)
+            return
         held = self.world.held.get(id(value))
         match value:
             case ModuleType():
@@ -125,6 +129,14 @@ class Assumptions:
                 self._class(value)
             case _:
                 self._other(value, name, uses)
+
+    def _cache(self, cache: Cache) -> None:
+        """A cached function by what it knew, if the step calls it, and by what it reads."""
+        self._wait(cache.function.__wrapped__, cache.name)
+        for entry in cache.entries():
+            self.entries.append(entry)
+            if entry.value is not MISSING:
+                self._wait(cache.answers[entry.place.key], entry.place.name)
 
     def _container(self, before: Any, value: Any, name: str, uses: frozenset[Use]) -> None:
         """A container of the user's by its content, unless it is only added to."""

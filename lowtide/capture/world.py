@@ -28,6 +28,7 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide.capture.caches import CACHED, Cache
 from lowtide.guards import MISSING, Effect, Place, content_of
 
 MANY = 1000  # items of a container that are looked into
@@ -74,6 +75,7 @@ class World:
         self.seen: dict[int, Any] = {}  # every object that was looked at, kept alive so that its identity stays its own
         self.names: dict[tuple[int, str], tuple[Place, Any]] = {}  # global names, and what they stood for
         self.opaque: dict[int, str] = {}
+        self.caches: dict[int, Cache] = {}  # of functions
         self.generators: list[tuple[Any, Any, str]] = []  # of random numbers: their state before the step, and name
 
     def hold_name(self, home: dict[str, Any], name: str, file: str) -> Any:
@@ -100,6 +102,11 @@ class World:
         """What is in an object, after it was written down."""
         if (parts := parts_of(value, name)) is not None:
             yield from parts
+            return
+        if is_cached(value):
+            cache = self.caches[id(value)] = Cache(value, name)
+            yield from ((answer, f"what {name} keeps") for answer in cache.answers.values())
+            yield value.__wrapped__, name
             return
         match value:
             case ModuleType():
@@ -144,7 +151,8 @@ class World:
         before = dict(module.__dict__)
         self.held[id(module.__dict__)] = Held(module.__dict__, before, module.__name__, attributes=True)
         for key, item in before.items():
-            if not key.startswith("__") and not isinstance(item, (type, ModuleType)) and not callable(item):
+            data = not isinstance(item, (type, ModuleType)) and not callable(item)
+            if not key.startswith("__") and (data or is_cached(item)):
                 yield item, f"{module.__name__}.{key}"
 
     def _hold(
@@ -212,6 +220,8 @@ class World:
 
     def undo(self) -> None:
         """Put everything back."""
+        for cache in self.caches.values():
+            cache.undo()
         for held in self.held.values():
             if any(_differences(held)):
                 _restore(held)
@@ -286,6 +296,14 @@ def _restore(held: Held) -> None:
                     setattr(holder, key, item)
                 elif hasattr(holder, key):
                     delattr(holder, key)
+
+
+def is_cached(value: Any) -> bool:
+    """Whether this is a function with a cache; those of libraries are theirs, unless the user made one of theirs."""
+    if not isinstance(value, CACHED):
+        return False
+    home = sys.modules.get(value.__module__ or "")
+    return home is None or getattr(home, value.__name__, None) is not value or not library(value.__module__)
 
 
 def parts_of(value: Any, name: str) -> Iterable[tuple[Any, str]] | None:

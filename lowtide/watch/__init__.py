@@ -146,7 +146,9 @@ def _changed(entry: Entry, now: Any) -> Change:
         return Change(place.name, f"{place.name} was deleted")
     numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in (was, now))
     plain = all(item is None or item is MISSING or isinstance(item, (bool, int, float, str)) for item in (was, now))
-    what = f"is {now!r}, at capture {was!r}" if plain else f"is another {type(now).__name__} than at capture"
+    kind = type(now).__name__
+    other = "one" if kind.startswith("_") else kind
+    what = f"is {now!r}, at capture {was!r}" if plain else f"is another {other} than at capture"
     return Change(place.name, f"{place.name} {what}", place if numbers else None)
 
 
