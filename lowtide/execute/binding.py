@@ -192,7 +192,7 @@ class Binding:
                 continue
             name = "argument " + ".".join(map(str, self.leaf_paths[number]))
             if not isinstance(expected, TensorSpec):
-                if type(leaf) is not type(expected) or leaf != expected:
+                if not _alike(expected, leaf):
                     raise BatchError(
                         f"{name} is {leaf!r}, the step was captured with {expected!r}.",
                         hint="what is no tensor is a constant of the captured step; capture again for another one.",
@@ -313,3 +313,15 @@ def _kind(leaf: Any) -> tuple[Any, ...] | None:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride()
     return None
+
+
+def _alike(expected: Any, leaf: Any) -> bool:
+    """Whether something in the batch that is no tensor may stand for what the step was captured with."""
+    if same(expected, leaf):
+        return True
+    if type(leaf) is not type(expected) or isinstance(leaf, numpy.ndarray):
+        return False
+    inside = [
+        getattr(one, "__dict__", {}) for one in (expected, leaf)
+    ]  # a comparison of the user's may not know it all
+    return bool(leaf == expected) and same(*inside)
