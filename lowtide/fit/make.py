@@ -19,7 +19,7 @@ from lowtide.execute import Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import measure, roofline
+from lowtide.measure import correct, measure, roofline
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
@@ -87,6 +87,13 @@ class Maker:
         made = self._bind(captured, found, costs, fit.eager_peak, fit.chunks)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
         return made
+
+    def correct(self, fit: Fit) -> bool:
+        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
+        seconds = fit.runner.timings.ops
+        if seconds is not None and fit.costs.origin == "measured":
+            correct(fit.runner.captured.graph, fit.costs, seconds)
+        return seconds is not None
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
         runner = execute(captured, found.program, costs.nbytes)

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,18 +23,21 @@ from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
 LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
+PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
 
 
 class Call:
     """A specimen with tensors made for it."""
 
-    def __init__(self, specimen: dict[str, Any]) -> None:
+    def __init__(self, specimen: dict[str, Any], *, placed: bool = False) -> None:
         self.specimen = specimen
         self.place = torch.device(specimen["device"])
         self.device = device.of(specimen["device"])
         self.function = kernels.kernel(specimen["target"], self.device.own_kernel)
         self.single = kernels.returns_one(specimen["target"])
         self.tensors = [self._make(item) for item in specimen["tensors"]]
+        if placed:
+            self._place()
         self.bind()
 
     def bind(self) -> None:
@@ -62,6 +66,29 @@ class Call:
         # Integers are taken as indices, of which only 0 is always right; numbers between 0 and 1 suit every float op.
         return tensor.uniform_() if tensor.dtype.is_floating_point else tensor.zero_()
 
+    def _place(self) -> None:
+        """Move what a step makes into an arena, as in a planned step: its pages are other ones than the heap's."""
+        yours = self.specimen.get("yours", ())
+        moved = {
+            place: tensor.untyped_storage().nbytes()
+            for place, (tensor, item) in enumerate(zip(self.tensors, self.specimen["tensors"], strict=True))
+            if isinstance(item, list) and place not in yours and tensor.untyped_storage().nbytes() >= PLACED
+        }
+        if not moved:
+            return
+        starts = list(accumulate((aligned(nbytes, self.device.alignment) for nbytes in moved.values()), initial=0))
+        tape = Tape(range(len(moved) + 1), list(moved.values()), [aligned(start, 2**12) for start in starts[:-1]])
+        cursor = array("q", [0])
+        arena = Arena(starts[-1] + 2**12 * len(moved))
+        with self.device.stepping(cursor, tape, arena):
+            for number, place in enumerate(moved):
+                cursor[0] = number
+                tensor = self.tensors[place]
+                self.tensors[place] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                    tensor
+                )
+        arena.close()  # once the last tensor in it is gone
+
     def _argument(self, arg: Arg) -> Any:
         match arg:
             case Read(place, None):
@@ -82,7 +109,7 @@ class Call:
 
 def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     """Measure one specimen; without a meter its temporaries stay unknown, and nothing is certified."""
-    call = Call(specimen)
+    call = Call(specimen, placed=metered)
     code = _code()
     call.run()  # the first call may allocate for good, or choose a kernel, or compile one
     code = max(0, _code() - code)
@@ -92,7 +119,7 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     pairs = _sits_on(call, room.extra) if room is not None and not specimen["written"] else []
     extra, inside = (room.extra, room.inside) if room is not None else (0, 0)
     return {
-        "seconds": _seconds(call.device, call.run, room),
+        "seconds": _seconds(call, room),
         "extra": extra,
         "inside": inside,
         "outputs": fresh,
@@ -146,26 +173,65 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else item.untyped_storage().nbytes()
 
 
-def _seconds(where: Device, function: Callable[[], Any], room: Room | None) -> float:
-    """The least time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
-    cursor = array("q", [0])
+def _seconds(call: Call, room: Room | None) -> float:
+    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
+    cursor, where = array("q", [0]), call.device
+    before = Before(call)
     with ExitStack() as stack:
         if room is not None and room.arena:
-            tape = Tape([0, len(room.nbytes), 2 * len(room.nbytes)], 2 * room.nbytes, 2 * room.offset)
+            count = len(room.nbytes)
+            tape = Tape([0, count, 2 * count, 2 * count], 2 * room.nbytes, 2 * room.offset)
             arena = Arena(room.arena)
             stack.callback(arena.close)
             stack.enter_context(where.stepping(cursor, tape, arena))
-            function()  # touches the pages
-        best, spent, runs = float("inf"), 0.0, 0
-        while runs < LEAST or (spent < BUDGET and runs < MOST):
-            cursor[0] = 1 - cursor[0]  # another instruction, with the same places
+            call.run()  # touches the pages
+        times: list[float] = []
+        begun = where.clock()
+        while len(times) < LEAST or (where.clock() - begun < BUDGET and len(times) < MOST):
+            cursor[0] = 2  # an instruction without places
+            before.happen()
+            cursor[0] = (1 + len(times)) % 2  # another instruction each time, with the same places
             where.synchronise()
             start = where.clock()
-            function()
+            call.run()
             where.synchronise()
-            took = where.clock() - start
-            best, spent, runs = min(best, took), spent + took, runs + 1
-    return best
+            times.append(where.clock() - start)
+    return median(times)
+
+
+class Before:
+    """What other ops do before a call: as many bytes as in a step go through the caches after each of its tensors."""
+
+    def __init__(self, call: Call) -> None:
+        since = call.specimen.get("since", ())
+        known = [(nbytes, _whole(tensor)) for nbytes, tensor in zip(since, call.tensors, strict=False)]
+        order = sorted((item for item in known if item[1] is not None), key=lambda item: -item[0])
+        bytes_ = [max((call.specimen.get("room", 0), *since)), *(nbytes for nbytes, _ in order), 0]
+        self.tensors = [tensor for _, tensor in order]
+        self.swept = [more - less for more, less in pairwise(bytes_)]  # before each of the tensors, and in the end
+        self.others = torch.zeros(max(1, max(bytes_) // 8), dtype=torch.int64, device=call.place)
+        self.at = 0  # of the others
+
+    def happen(self) -> None:
+        """Touch the tensors in turn, and others between them."""
+        for tensor, nbytes in zip_longest(self.tensors, self.swept):
+            self._sweep(nbytes // 8)
+            if tensor is not None:
+                tensor.bitwise_or_(0)
+
+    def _sweep(self, count: int) -> None:
+        if self.at + count > len(self.others):
+            self.at = 0
+        self.others[self.at : self.at + count].add_(1)
+        self.at += count
+
+
+def _whole(tensor: Any) -> torch.Tensor | None:
+    """All bytes of a tensor's storage, as numbers that no bit is special in."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _sits_on(call: Call, extra: int) -> list[list[int]]:
