@@ -10,7 +10,7 @@ from statistics import fmean, median
 from lowtide.device import Device
 from lowtide.program import Copy, Program, Run
 
-STEPS = 3  # that are timed, after one more that nobody counts
+STEPS = 3  # that are timed, after one more that nobody counts; other processes may stall some of them
 PROBES = 1000  # to find out what it takes to look at the clock
 RECENT = 15  # steps whose time is kept
 
@@ -73,8 +73,8 @@ class Timings:
         found: defaultdict[int, list[float]] = defaultdict(list)
         for number, run in enumerate(self._program.instructions):
             if isinstance(run, Run):
-                found[run.op].append(median(self._runs[number]))
-        more = median(self._timed) / sum(map(sum, found.values()))
+                found[run.op].append(min(self._runs[number]))
+        more = min(self._timed) / sum(map(sum, found.values()))
         return {op: more * fmean(seconds) for op, seconds in found.items()}
 
     def _look(self) -> float:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,8 @@ from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
 LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
+CHILLS = 15  # repetitions of a call that does nearly nothing
+PAGE = 2**12  # bytes
 PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
 
 
@@ -76,10 +79,9 @@ class Call:
         }
         if not moved:
             return
-        starts = list(accumulate((aligned(nbytes, self.device.alignment) for nbytes in moved.values()), initial=0))
-        tape = Tape(range(len(moved) + 1), list(moved.values()), [aligned(start, 2**12) for start in starts[:-1]])
+        ends = list(accumulate((-(-nbytes // PAGE) * PAGE for nbytes in moved.values()), initial=0))
+        tape, arena = Tape(range(len(moved) + 1), list(moved.values()), ends[:-1]), Arena(ends[-1])
         cursor = array("q", [0])
-        arena = Arena(starts[-1] + 2**12 * len(moved))
         with self.device.stepping(cursor, tape, arena):
             for number, place in enumerate(moved):
                 cursor[0] = number
@@ -176,7 +178,7 @@ def _own_bytes(item: Any, call: Call) -> int | None:
 def _seconds(call: Call, room: Room | None) -> float:
     """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
     cursor, where = array("q", [0]), call.device
-    before = Before(call)
+    before = Before.of(call)
     with ExitStack() as stack:
         if room is not None and room.arena:
             count = len(room.nbytes)
@@ -184,33 +186,46 @@ def _seconds(call: Call, room: Room | None) -> float:
             arena = Arena(room.arena)
             stack.callback(arena.close)
             stack.enter_context(where.stepping(cursor, tape, arena))
+            cursor[0] = 1
             call.run()  # touches the pages
         times: list[float] = []
+        warm: list[float] = []
         begun = where.clock()
         while len(times) < LEAST or (where.clock() - begun < BUDGET and len(times) < MOST):
             cursor[0] = 2  # an instruction without places
             before.happen()
-            cursor[0] = (1 + len(times)) % 2  # another instruction each time, with the same places
-            where.synchronise()
-            start = where.clock()
-            call.run()
-            where.synchronise()
-            times.append(where.clock() - start)
-    return median(times)
+            cursor[0] = 0
+            times.append(_clocked(where, call.run))
+            cursor[0] = 1  # another instruction, with the same places
+            warm.append(_clocked(where, call.run))
+    return max(min(warm), median(times) - _chill(call.specimen["device"], sum(before.swept)))
+
+
+def _clocked(where: Device, function: Callable[[], Any]) -> float:
+    where.synchronise()
+    start = where.clock()
+    function()
+    where.synchronise()
+    return where.clock() - start
 
 
 class Before:
     """What other ops do before a call: as many bytes as in a step go through the caches after each of its tensors."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, tensors: list[torch.Tensor], swept: list[int], place: torch.device) -> None:
+        self.tensors = tensors  # in the order in which they are touched
+        self.swept = swept  # bytes before each of them, and in the end
+        self._others = torch.zeros(max(1, max(swept) // 8), dtype=torch.int64, device=place)
+        self._at = 0  # of the others
+
+    @classmethod
+    def of(cls, call: Call) -> Before:
+        """What a specimen says; nothing where it says nothing."""
         since = call.specimen.get("since", ())
         known = [(nbytes, _whole(tensor)) for nbytes, tensor in zip(since, call.tensors, strict=False)]
-        order = sorted((item for item in known if item[1] is not None), key=lambda item: -item[0])
+        order = sorted(((n, tensor) for n, tensor in known if tensor is not None), key=lambda item: -item[0])
         bytes_ = [max((call.specimen.get("room", 0), *since)), *(nbytes for nbytes, _ in order), 0]
-        self.tensors = [tensor for _, tensor in order]
-        self.swept = [more - less for more, less in pairwise(bytes_)]  # before each of the tensors, and in the end
-        self.others = torch.zeros(max(1, max(bytes_) // 8), dtype=torch.int64, device=call.place)
-        self.at = 0  # of the others
+        return cls([tensor for _, tensor in order], [more - less for more, less in pairwise(bytes_)], call.place)
 
     def happen(self) -> None:
         """Touch the tensors in turn, and others between them."""
@@ -220,10 +235,23 @@ class Before:
                 tensor.bitwise_or_(0)
 
     def _sweep(self, count: int) -> None:
-        if self.at + count > len(self.others):
-            self.at = 0
-        self.others[self.at : self.at + count].add_(1)
-        self.at += count
+        if self._at + count > len(self._others):
+            self._at = 0
+        self._others[self._at : self._at + count].add_(1)
+        self._at += count
+
+
+@cache
+def _chill(name: str, nbytes: int) -> float:
+    """The seconds that any call takes longer after so many bytes: code and tables, which a step uses all the time."""
+    where, least = device.of(name), torch.zeros(8, device=name)
+    before = Before([], [nbytes], least.device)
+    times: list[tuple[float, float]] = []
+    for _ in range(CHILLS):
+        before.happen()
+        cold = _clocked(where, least.neg)
+        times.append((cold, _clocked(where, least.neg)))
+    return max(0.0, median(cold for cold, _ in times) - median(warm for _, warm in times))
 
 
 def _whole(tensor: Any) -> torch.Tensor | None:
