@@ -74,8 +74,8 @@ class Timings:
         for number, run in enumerate(self._program.instructions):
             if isinstance(run, Run):
                 found[run.op].append(min(self._runs[number]))
-        more = min(self._timed) / sum(map(sum, found.values()))
-        return {op: more * fmean(seconds) for op, seconds in found.items()}
+        total = sum(map(sum, found.values()))
+        return {op: min(self._timed) / total * fmean(seconds) for op, seconds in found.items()} if total > 0 else {}
 
     def _look(self) -> float:
         """The seconds that it takes to note when an instruction begins."""

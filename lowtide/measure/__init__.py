@@ -67,7 +67,8 @@ def measure(
 
 def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
     """Keep what ops took in real steps, for all that is measured from now on; `costs` are the prices that they had."""
-    if abs(sum(costs.seconds[op] for op in seconds) / sum(seconds.values()) - 1) <= RIGHT:
+    total = sum(seconds.values())
+    if abs(sum(costs.seconds[op] for op in seconds) - total) <= RIGHT * total:
         return
     keys, _ = _specimens(graph)
     seen: defaultdict[str, list[float]] = defaultdict(list)

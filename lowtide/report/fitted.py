@@ -30,7 +30,7 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
     off = "no step has run in the arena yet" if measured.peak is None else ""
     if measured.peak is not None:
         off = f"the prediction is off by {show_difference(measured.peak, summary.peak)}"
-    took, wrong = "-", "no step has run in the arena yet"
+    took, wrong = "-", ""
     if measured.seconds is not None:
         took = show_seconds(measured.seconds)
         wrong = f"the prediction is off by {summary.seconds / measured.seconds - 1:+.1%}"
