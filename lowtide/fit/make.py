@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide import device as devices
 from lowtide import report
-from lowtide.budget import read_budget
+from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
@@ -24,6 +24,7 @@ from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
 
+SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 FREE = 0.9  # of the memory that is free: the budget where none is given
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
@@ -91,9 +92,12 @@ class Maker:
     def correct(self, fit: Fit) -> bool:
         """Once the ops of a step were timed in it: let later plans know; whether that is done."""
         seconds = fit.runner.timings.ops
-        if seconds is not None and fit.costs.origin == "measured":
+        if seconds is None:
+            return False
+        left = allowance()
+        if fit.costs.origin == "measured" and (left is None or left > SPARE):
             correct(fit.runner.captured.graph, fit.costs, seconds)
-        return seconds is not None
+        return True
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
         runner = execute(captured, found.program, costs.nbytes)

@@ -252,7 +252,8 @@ def test_bench_predict_of_one_target_runs_here() -> None:
 
 
 def test_bench_predict_tells_seconds_for_each_budget() -> None:
-    call = ["bench", "predict", MLP, "--rounds", "2", "--time-limit", "0.1"]
+    chain = "tanh-chain:length=30,width=64,batch=32"
+    call = ["bench", "predict", chain, "--rounds", "2", "--time-limit", "0.1"]
     result = CliRunner().invoke(app, [*call, "--json"])
     (row,) = json.loads(result.stdout)["rows"]
     assert [item["percent"] for item in row["seconds"]] == [100, 50, 30]
