@@ -21,7 +21,7 @@ from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
-from lowtide.program import Copy, Plan
+from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
 
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
@@ -94,16 +94,12 @@ class Maker:
         return made
 
     def correct(self, fit: Fit) -> bool:
-        """Once the ops of a step were timed in it: let later plans know; whether that is done.
-
-        Beside copies ops take longer, and the engines count that already: such a step teaches nothing.
-        """
+        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
         seconds = fit.runner.timings.ops
         if seconds is None:
             return False
         left = allowance()
-        alone = not any(isinstance(item, Copy) for item in fit.plan.program.instructions)
-        if alone and fit.costs.origin == "measured" and (left is None or left > SPARE):
+        if fit.costs.origin == "measured" and (left is None or left > SPARE):
             correct(fit.runner.captured.graph, fit.costs, seconds)
         return True
 
