@@ -23,6 +23,9 @@ class Stopwatch:
         self.numbers: list[int] = []  # of instructions
         self.begun: list[float] = []  # seconds, by the device's clock
 
+    def __getitem__(self, place: int) -> int:
+        return self._cursor[place]
+
     def __setitem__(self, place: int, number: int) -> None:
         self._device.synchronise()
         self._cursor[place] = number
