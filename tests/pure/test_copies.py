@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from random import Random
 
 import numpy as np
@@ -16,7 +17,7 @@ from lowtide.check import check
 from lowtide.costs import Costs, Lane
 from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.graph import Alternative, Graph
-from lowtide.plan import plan
+from lowtide.plan import carry, plan
 from lowtide.plan.copies import copying, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.planning import Planning
@@ -170,6 +171,23 @@ def test_staging_is_in_the_promise() -> None:
     budget = (keep.peak + Planning(graph, costs).least().peak) // 2
     found = plan(graph, costs, budget, method="offload", time_limit=BRIEF)
     assert found.peak == simulate(graph, costs, found.program).peak + 1000 <= budget
+
+
+@pytest.mark.parametrize("name", ["gpt-small", "resnet-small"])
+def test_a_plan_with_copies_is_carried_to_a_similar_step(name: str) -> None:
+    graph, costs = waiting(*stored(name))
+    lanes = tuple(Lane("disk", direction, 0.0, 1e9, 0.1) for direction in ("out", "in"))
+    costs = dataclasses.replace(costs, lanes=lanes, staging=64)
+    budget = (plan(graph, costs).peak + Planning(graph, costs).least().peak) // 2
+    known = plan(graph, costs, budget, method="offload", time_limit=0.1)
+    slower = dataclasses.replace(costs, seconds=tuple(2 * seconds for seconds in costs.seconds))
+    found = carry(known, graph, graph, slower, budget)
+    assert found is not None
+    assert found.peak <= budget
+    one, other = (Counter(type(item) for item in each.program.instructions) for each in (known, found))
+    assert one == other
+    assert one[Copy] > 0
+    assert carry(known, graph, graph, slower, known.peak // 2) is None
 
 
 def test_a_step_without_copies_has_none_to_plan() -> None:
