@@ -188,7 +188,7 @@ def _explain(target: str, graph: Graph, costs: Costs, planned: Plan, name: str, 
     values = report.find_values(graph, name)
     found = report.explain(report.Story(graph, costs, planned), name)
     if as_json:
-        keys = common(stays=costs.stays(graph), predicted=planned.peak, metered=None)
+        keys = common(stays=costs.stays(graph) - costs.elsewhere(graph), predicted=planned.peak, metered=None)
         keys |= promised(planned)
         show_json({"target": target, **keys, "values": values, "explained": [item.to_json() for item in found]})
         return

@@ -7,7 +7,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ from lowtide.errors import FileError, LowtideWarning, ProgramError, UsageError
 from lowtide.fit import Fitted, fit
 from lowtide.peaks import storage_bytes
 from lowtide.plan import TIME_LIMIT
-from lowtide.report import Table, show_bytes, show_difference, show_overhead, show_seconds
+from lowtide.report import Table, offloaded, show_bytes, show_difference, show_offloaded, show_overhead, show_seconds
 from lowtide.simulate import simulate
 
 Row = tuple[str, str, str]
@@ -258,8 +258,10 @@ def _as_json(session: Session, step: Eager | Fitted) -> dict[str, Any]:
         notes = session.notes
     else:
         graph = step.captured.graph
-        promise = common(stays=step.costs.stays(graph), predicted=_predicted(step), metered=step.peak)
+        stays = step.costs.stays(graph) - step.costs.elsewhere(graph)
+        promise = common(stays=stays, predicted=_predicted(step), metered=step.peak)
         promise |= promised(step.plan) | {"chunks": step.chunks}
+        promise["offloaded"] = [asdict(item) for item in offloaded(graph, step.costs, step.program)]
         notes = [*graph.notes, *session.notes]
     return {
         "target": session.target,
@@ -303,6 +305,7 @@ def _rows(session: Session, step: Eager | Fitted, *, asked: bool) -> Iterator[Ro
         yield "predicted peak", show_bytes(predicted), ""
         if step.peak is not None:
             off = f"the prediction is off by {show_difference(step.peak, predicted)}"
+        yield from show_offloaded(offloaded(step.captured.graph, step.costs, step.program))
     yield "metered peak", "-" if step.peak is None else show_bytes(step.peak), off
     if step.arena_bytes:
         yield "arena", show_bytes(step.arena_bytes), "of it, in one block"
