@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
+from lowtide import device as devices
 from lowtide.aten import RECURRENT
+from lowtide.budget import read_budget
+from lowtide.check import check
 from lowtide.costs import Costs
+from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
-from lowtide.program import Plan, rewrites_of
+from lowtide.program import Plan, Program, rewrites_of
 from lowtide.rewrite import EXACT, Rewritten, apply, chunks, leaving_bytes, longest, offload
 from lowtide.rewrites import Rewrite, exactness
 from lowtide.simulate import simulate
@@ -21,6 +26,7 @@ from lowtide.simulate import simulate
 SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
+FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
 
@@ -55,6 +61,48 @@ class Away:
         state, parameters = leaving_bytes(graph)
         rungs = (state // 2, state, state + parameters // 2, state + parameters)
         return sorted({rung for rung in rungs if rung > 0 and (self.most is None or rung <= self.most)})
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is asked for: a place, the bytes that may be there, and the folder of its file; wrong words are refused."""
+
+    place: Place | None = None  # None: nothing may go anywhere
+    budget: int | str | None = None  # bytes; None: most of what is free there
+    folder: str | os.PathLike[str] | None = None  # None: the usual one
+
+    def __post_init__(self) -> None:
+        places = [place for place in get_args(Place) if place != "device"]
+        if self.place is not None and self.place not in places:
+            known = " or ".join(f'"{place}"' for place in places)
+            raise UsageError(f"there is no place {self.place!r} to offload to.", hint=f"use {known}.")
+        if self.budget is not None and str(self.budget).strip().endswith("%"):
+            raise UsageError("offload_budget (--offload-budget) is in bytes.", hint='write "20GiB".')
+        if self.budget is not None:
+            read_budget(self.budget, stays=1, eager_peak=1)
+        if self.folder is not None:
+            choose_folder(self.folder)
+
+    def refuse(self, *, planned: bool) -> None:
+        """Raise where the words do not go together; a plan from before says itself what goes where."""
+        if planned and self.place is not None:
+            raise UsageError("a plan says itself what is offloaded.", hint="give offload with a budget, or a plan.")
+        unused = self.budget is not None or (self.folder is not None and not planned)
+        if self.place is None and unused:
+            raise UsageError(
+                "nothing is offloaded.",
+                hint='offload_budget and offload_dir go with offload="disk" (--offload disk).',
+            )
+
+    def away(self, device: str) -> Away | None:
+        """Where values may go from this device, and how many bytes of them."""
+        if self.place is None:
+            return None
+        where = devices.of(device)
+        devices.refuse_place(where, self.place)
+        if self.budget is not None:
+            return Away(self.place, read_budget(self.budget, stays=0, eager_peak=0))
+        return Away(self.place, int(FREE * where.room[self.place](self.folder)))
 
 
 def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ()) -> Iterator[Rewritten]:
@@ -156,6 +204,12 @@ def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:
     """Whether a recurrent layer that can be cut is what needs most."""
     _, op = floor(problem(graph, costs))
     return op >= 0 and graph.ops[op].target in RECURRENT and longest(captured) >= 2 * SHORTEST
+
+
+def judged(graph: Graph, costs: Costs, program: Program, *, budget: int | None) -> int:
+    """The peak of a valid program, with the bytes that its copies go through; a ProgramError for any other."""
+    staging = costs.staging if program.copies else 0
+    return staging + check(graph, costs, program, budget=None if budget is None else budget - staging)
 
 
 def given(

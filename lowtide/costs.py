@@ -50,6 +50,10 @@ class Costs:
         """The bytes that stay between steps: parameters, buffers, optimizer state, the batch."""
         return sum(self.nbytes[item.value] for item in graph.inputs if item.stays)
 
+    def elsewhere(self, graph: Graph) -> int:
+        """Those of them that are in another place than the device."""
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays and item.home != "device")
+
     def temporaries(self, op: int, *, placed: bool) -> int:
         """The bytes of an op's temporaries, in one piece of the arena or here and there in the heap."""
         return self.extra[op] if placed or not self.inside else self.inside[op]

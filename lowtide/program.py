@@ -59,6 +59,11 @@ class Program:
     instructions: tuple[Instruction, ...]
     arena: int = 0  # bytes
 
+    @property
+    def copies(self) -> bool:
+        """Whether anything is copied to another place, or from there."""
+        return any(isinstance(item, Copy) for item in self.instructions)
+
     def show(self, graph: Graph, *, around: int | None = None) -> str:
         """The program as a person reads it, or only the lines around one instruction."""
         numbers = range(len(self.instructions))

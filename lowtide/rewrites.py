@@ -39,6 +39,8 @@ class Change:
     ops_offered: int  # optional ones
     values_added: int
     values_removed: int
+    waiting: int = 0  # values that may wait in another place
+    nbytes_moved: int = 0  # of inputs that live in another place now
 
     def __str__(self) -> str:
         parts = (
@@ -47,6 +49,8 @@ class Change:
             (self.ops_offered, "op offered", "ops offered"),
             (self.values_added, "value added", "values added"),
             (self.values_removed, "value removed", "values removed"),
+            (self.waiting, "value may wait elsewhere", "values may wait elsewhere"),
+            (self.nbytes_moved, "byte lives elsewhere", "bytes live elsewhere"),
         )
         said = ", ".join(f"{count:,} {one if count == 1 else more}" for count, one, more in parts if count)
         return f"{self.rewrite} ({self.rewrite.exactness}): {said or 'ops changed in their places'}"

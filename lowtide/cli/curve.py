@@ -9,7 +9,7 @@ import typer
 
 from lowtide import report
 from lowtide.choice import eager_peak
-from lowtide.cli.plan import FromCosts, TimeLimit
+from lowtide.cli.plan import FromCosts, OffloadBudget, OffloadDir, TimeLimit, read_offload
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
@@ -29,16 +29,24 @@ def curve(
     target: Target,
     points: Annotated[int, typer.Option(min=2, help="How many budgets.")] = 12,
     classics: Annotated[bool, typer.Option(help="Show what published methods do, too.")] = True,
+    offload: Annotated[
+        str | None,
+        typer.Option(metavar="<place>", help="Let values wait in a file (disk).", show_default="nothing is offloaded"),
+    ] = None,
+    offload_budget: OffloadBudget = None,
+    offload_dir: OffloadDir = None,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Show the least time for each peak, down to the least feasible."""
+    asked = read_offload(offload, offload_budget, offload_dir)
     built, captured, _ = captured_target(target)
-    rewritten = apply(captured.graph, EXACT)
+    away = asked.away(captured.graph.device)
+    rewritten = apply(captured.graph, (*EXACT, *(() if away is None else away.rewrites())))
     graph = rewritten.graph
-    found = costs_of(graph, costs)
+    found = costs_of(graph, costs, offload_dir)
     with counting("planning budgets", patience=0.0) as progress:
         progress(0, points)
         plans = find_curve(graph, found, points=points, time_limit=time_limit, seed=seed, progress=progress)

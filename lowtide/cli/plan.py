@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -16,28 +16,40 @@ from rich.progress_bar import ProgressBar
 from lowtide import report
 from lowtide.budget import read_budget
 from lowtide.captured import Captured
-from lowtide.check import check
-from lowtide.choice import choose, given
+from lowtide.choice import Away, Offload, choose, given, judged
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
 from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
-from lowtide.graph import Graph
-from lowtide.plan import BEST, METHODS, TIME_LIMIT
+from lowtide.graph import Graph, Place
+from lowtide.plan import BEST, CLASSICS, METHODS, OFFLOAD, TIME_LIMIT
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
-from lowtide.rewrite import with_narrow
+from lowtide.rewrite import EXACT, apply, with_narrow
 from lowtide.simulate import simulate
 
 BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what stays between steps and half "
 BUDGET += "of what eager's step adds to it."
-METHOD = f"How to plan: {BEST} is the search; one-shot only reorders; the others are as published: "
-METHOD += f"{', '.join(METHODS[2:])}."
-EXPLAIN = "Say instead why this value is kept, made again, kept narrow or let go: a number (%123), an op (addmm_5) or "
-EXPLAIN += "a module (layer1.0.conv2)."
+METHOD = f"How to plan: {BEST} is the search; one-shot only reorders; {OFFLOAD} copies to --offload and runs nothing "
+METHOD += f"twice; the others are as published: {', '.join(CLASSICS)}."
+EXPLAIN = "Say instead why this value is kept, made again, offloaded, kept narrow or let go: a number (%123), an op "
+EXPLAIN += "(addmm_5) or a module (layer1.0.conv2)."
 TimeLimit = Annotated[float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for a quicker plan.")]
 ROUNDING = "Allow what gives the same results only up to rounding: layers of an nn.LSTM may be cut in time."
 Rounding = Annotated[bool, typer.Option("--rounding", help=ROUNDING)]
+OFFLOAD_TO = "Let values wait in a file (disk) where that is quicker than to make them again; where the budget asks "
+OFFLOAD_TO += "for it, optimizer state and parameters live there, too."
+OffloadTo = Annotated[
+    str | None, typer.Option("--offload", metavar="<place>", help=OFFLOAD_TO, show_default="nothing is offloaded")
+]
+OFFLOAD_BUDGET = "The most bytes that may be there: 20GiB."
+OffloadBudget = Annotated[
+    str | None, typer.Option(metavar="<bytes>", help=OFFLOAD_BUDGET, show_default="most of what is free")
+]
+OffloadDir = Annotated[
+    Path | None,
+    typer.Option(metavar="<folder>", help="The folder of that file.", show_default="that of temporary files"),
+]
 FromCosts = Annotated[CostsFrom, typer.Option(help="Measure each distinct op here, or only estimate.")]
 
 
@@ -47,6 +59,9 @@ def plan(
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
     method: Annotated[str, typer.Option(metavar="<name>", help=METHOD)] = BEST,
     explain: Annotated[str | None, typer.Option(metavar="<value>", help=EXPLAIN, show_default=False)] = None,
+    offload: OffloadTo = None,
+    offload_budget: OffloadBudget = None,
+    offload_dir: OffloadDir = None,
     rounding: Rounding = False,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
@@ -66,6 +81,8 @@ def plan(
 ) -> None:
     """Plan a training step within a budget, and show what it costs."""
     _refuse_calls(budget, method, out, force, load)
+    asked = read_offload(offload, offload_budget, offload_dir, planned=load is not None)
+    _refuse_method(method, offload)
     built, captured, _ = captured_target(target)
     if explain is not None and not rounding:
         report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
@@ -73,7 +90,7 @@ def plan(
     plannings: dict[str, Planning] = {}  # graph -> its planning
 
     def price(graph: Graph) -> Costs:
-        return costs_of(graph, costs)
+        return costs_of(graph, costs, offload_dir)
 
     def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
         nbytes = read_budget(budget or "", stays=found.stays(graph), eager_peak=eager_peak)
@@ -82,10 +99,11 @@ def plan(
             plannings[graph.fingerprint] = planning
             return planning.within(nbytes, method)
 
+    away = asked.away(captured.graph.device)
     if load is not None:
         chosen = given(load, captured.graph, price, rounding=rounding)
     else:
-        chosen = choose(captured.graph, price, search, rounding=rounding)
+        chosen = choose(captured.graph, price, search, rounding=rounding, away=away)
     graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None
@@ -93,12 +111,18 @@ def plan(
         planned = load_plan(load, graph, found, notes)
     elif explain is None:
         with working("looking for the least feasible budget"):
-            least_feasible = min(planned.peak, plannings[graph.fingerprint].least().peak)
+            lowest = [planned, plannings[graph.fingerprint].least()]
+            if away is not None and method in (BEST, OFFLOAD):
+                lowest.append(_least_of_all(captured.graph, away, price))
+            least_feasible = min(one.peak for one in lowest)
+            bound = min(one.least_bound for one in lowest)
     if out is not None:
         planned.save(out, force=force)
     if explain is not None:
         _explain(target, graph, found, planned, explain, as_json)
     else:
+        if least_feasible is not None:
+            planned = replace(planned, least_bound=bound)
         summary = report.summarize(graph, found, planned, eager_peak=eager_peak, least_feasible=least_feasible)
         if as_json:
             show_json(
@@ -122,14 +146,37 @@ def plan(
         talk().print(f"saved to {out}", markup=False, soft_wrap=True)
 
 
+def _least_of_all(graph: Graph, away: Away, price: Callable[[Graph], Costs]) -> Plan:
+    """The plan with the least peak, with all state and parameters elsewhere that can be."""
+    rewritten = apply(graph, (*EXACT, *away.rewrites(max(away.homes(graph), default=0))))
+    return Planning(rewritten.graph, price(rewritten.graph)).least()
+
+
+def read_offload(place: str | None, budget: str | None, folder: Path | None, *, planned: bool = False) -> Offload:
+    """What may go where, as it is asked for; wrong words are refused before all work."""
+    asked = Offload(cast(Place | None, place), budget, folder)
+    asked.refuse(planned=planned)
+    return asked
+
+
+def _refuse_method(method: str, offload: str | None) -> None:
+    """Raise where a method can't do with offload, or without."""
+    if method == OFFLOAD and offload is None:
+        raise UsageError(f"the method {OFFLOAD} needs a place to copy to.", hint="pass --offload disk.")
+    if offload is not None and method not in (BEST, OFFLOAD):
+        raise UsageError(
+            f"{method} knows no other places.", hint=f"leave out --offload, or plan by {BEST} or {OFFLOAD}."
+        )
+
+
 def _refuse_calls(budget: str | None, method: str, out: Path | None, force: bool, load: Path | None) -> None:
     """Raise where the options do not go together, before anything is captured or measured."""
     if load is None and budget is None:
         raise UsageError("a plan needs a budget.", hint="pass --budget 50%, or --load a saved plan.")
     if load is not None and (budget is not None or out is not None or method != BEST):
         raise UsageError("a saved plan is only shown.", hint="leave out --budget, --method and --out, or --load.")
-    if method not in METHODS:
-        raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join(METHODS)}.")
+    if method not in (*METHODS, OFFLOAD):
+        raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join((*METHODS, OFFLOAD))}.")
     if budget is not None:
         refuse_early(budget)
     if out is not None and out.exists() and not force:
@@ -141,7 +188,7 @@ def _explain(target: str, graph: Graph, costs: Costs, planned: Plan, name: str, 
     values = report.find_values(graph, name)
     found = report.explain(report.Story(graph, costs, planned), name)
     if as_json:
-        keys = common(stays=costs.stays(graph), predicted=planned.peak, metered=None)
+        keys = common(stays=costs.stays(graph) - costs.elsewhere(graph), predicted=planned.peak, metered=None)
         keys |= promised(planned)
         show_json({"target": target, **keys, "values": values, "explained": [item.to_json() for item in found]})
         return
@@ -177,7 +224,7 @@ def load_plan(path: Path, graph: Graph, costs: Costs, notes: list[str]) -> Plan:
     """A saved plan of this graph, judged again with these costs; a note says where it was made with others."""
     planned = Plan.load(path, graph)
     try:
-        peak = check(graph, costs, planned.program, budget=planned.budget)
+        peak = judged(graph, costs, planned.program, budget=planned.budget)
     except ProgramError as error:
         raise FileError(
             f"{path} does not hold with these costs: {error.message.splitlines()[0]}",

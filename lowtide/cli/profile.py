@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from lowtide.cli.target import Built, build
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
-from lowtide.measure import measure, roofline
+from lowtide.measure import measure, roofline, with_lanes
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
@@ -112,12 +113,15 @@ def captured_target(target: str) -> tuple[Built, Captured, float]:
     return built, captured, seconds
 
 
-def costs_of(graph: Graph, origin: CostsFrom) -> Costs:
-    """Measure or estimate the costs of a graph."""
+def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Costs:
+    """Measure or estimate the costs of a graph; where it copies to a disk, that of this folder."""
     if origin is CostsFrom.ROOFLINE:
-        return roofline(graph)
-    with counting("measuring ops") as progress:
-        return measure(graph, progress=progress)
+        found = roofline(graph)
+    else:
+        with counting("measuring ops") as progress:
+            found = measure(graph, progress=progress)
+    with counting("measuring copies") as progress:
+        return with_lanes(graph, found, folder=folder, progress=progress)
 
 
 def describe(costs: Costs) -> str:

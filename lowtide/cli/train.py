@@ -7,7 +7,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -16,9 +16,20 @@ import torch
 import typer
 
 from lowtide import allocator
+from lowtide.choice import Offload
 from lowtide.cli import checkpoint
 from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
-from lowtide.cli.plan import BUDGET, Rounding, TimeLimit, promised, refuse_early
+from lowtide.cli.plan import (
+    BUDGET,
+    OffloadBudget,
+    OffloadDir,
+    OffloadTo,
+    Rounding,
+    TimeLimit,
+    promised,
+    read_offload,
+    refuse_early,
+)
 from lowtide.cli.profile import Json, Target, common
 from lowtide.cli.talk import answering, show, show_json, talk, telling, working
 from lowtide.cli.target import Built, build
@@ -27,7 +38,7 @@ from lowtide.errors import FileError, LowtideWarning, ProgramError, UsageError
 from lowtide.fit import Fitted, fit
 from lowtide.peaks import storage_bytes
 from lowtide.plan import TIME_LIMIT
-from lowtide.report import Table, show_bytes, show_difference, show_overhead, show_seconds
+from lowtide.report import Table, offloaded, show_bytes, show_difference, show_offloaded, show_overhead, show_seconds
 from lowtide.simulate import simulate
 
 Row = tuple[str, str, str]
@@ -44,6 +55,9 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="How many steps, with those before --resume.")] = 20,
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
     plan: Annotated[Path | None, _file("Train by this saved plan, instead of a budget.")] = None,
+    offload: OffloadTo = None,
+    offload_budget: OffloadBudget = None,
+    offload_dir: OffloadDir = None,
     rounding: Rounding = False,
     time_limit: TimeLimit = TIME_LIMIT,
     eager: Annotated[bool, typer.Option("--eager", help="Train in eager PyTorch instead, to compare.")] = False,
@@ -71,10 +85,11 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model within a budget, and keep checkpoints."""
-    _refuse_calls(budget, plan, eager, rounding, save, every, force, resume)
+    asked = read_offload(offload, offload_budget, offload_dir, planned=plan is not None)
+    _refuse_calls(budget, plan, eager, asked, rounding, save, every, force, resume)
     session = _start(target, on, seed, steps, resume)
     with _noting(session.notes), allocator.meter() if eager and allocator.available() else nullcontext():
-        step = Eager(session.built) if eager else _fitted(session, budget, plan, time_limit, rounding)
+        step = Eager(session.built) if eager else _fitted(session, budget, plan, asked, time_limit, rounding)
         keeper = None
         if save is not None:
             checkpoint.make_room(save)
@@ -84,8 +99,8 @@ def train(
     if as_json:
         show_json({**_as_json(session, step), "steps": steps, "saved": None if save is None else str(save)})
         return
-    asked = budget is not None or plan is not None
-    rows = [*_rows(session, step, asked=asked), *([] if save is None else [("checkpoint", f"step {steps}", str(save))])]
+    own = budget is not None or plan is not None
+    rows = [*_rows(session, step, asked=own), *([] if save is None else [("checkpoint", f"step {steps}", str(save))])]
     show(Table("lrs", rows, (), ("", "bold", "")))
     for note in session.notes:
         talk().print(f"note: {note}", markup=False, soft_wrap=True)
@@ -95,6 +110,7 @@ def _refuse_calls(
     budget: str | None,
     plan: Path | None,
     eager: bool,
+    asked: Offload,
     rounding: bool,
     save: Path | None,
     every: int | None,
@@ -108,6 +124,8 @@ def _refuse_calls(
             raise UsageError("a saved plan has its own budget.", hint="pass --plan or --budget, not both.")
     if eager and (budget is not None or plan is not None):
         raise UsageError("eager PyTorch keeps to no budget.", hint="leave out --eager, or --budget and --plan.")
+    if eager and asked != Offload():
+        raise UsageError("eager PyTorch offloads nothing.", hint="leave out --eager or --offload.")
     if eager and rounding:
         raise UsageError("eager PyTorch is as it is.", hint="leave out --eager or --rounding.")
     if save is None and (every is not None or force):
@@ -161,7 +179,9 @@ def _start(target: str, on: str | None, seed: int | None, steps: int, resume: Pa
     return session
 
 
-def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit: float, rounding: bool) -> Fitted:
+def _fitted(
+    session: Session, budget: str | None, plan: Path | None, asked: Offload, time_limit: float, rounding: bool
+) -> Fitted:
     """The step as a program."""
     step, model, optimizer, example = session.built
     with telling("capturing the step") as tell:
@@ -175,6 +195,9 @@ def _fitted(session: Session, budget: str | None, plan: Path | None, time_limit:
                 plan=plan,
                 time_limit=time_limit,
                 tell=tell,
+                offload=asked.place,
+                offload_budget=asked.budget,
+                offload_dir=asked.folder,
                 rounding=rounding,
             )
         except ProgramError as error:
@@ -235,8 +258,10 @@ def _as_json(session: Session, step: Eager | Fitted) -> dict[str, Any]:
         notes = session.notes
     else:
         graph = step.captured.graph
-        promise = common(stays=step.costs.stays(graph), predicted=_predicted(step), metered=step.peak)
+        stays = step.costs.stays(graph) - step.costs.elsewhere(graph)
+        promise = common(stays=stays, predicted=_predicted(step), metered=step.peak)
         promise |= promised(step.plan) | {"chunks": step.chunks}
+        promise["offloaded"] = [asdict(item) for item in offloaded(graph, step.costs, step.program)]
         notes = [*graph.notes, *session.notes]
     return {
         "target": session.target,
@@ -280,6 +305,7 @@ def _rows(session: Session, step: Eager | Fitted, *, asked: bool) -> Iterator[Ro
         yield "predicted peak", show_bytes(predicted), ""
         if step.peak is not None:
             off = f"the prediction is off by {show_difference(step.peak, predicted)}"
+        yield from show_offloaded(offloaded(step.captured.graph, step.costs, step.program))
     yield "metered peak", "-" if step.peak is None else show_bytes(step.peak), off
     if step.arena_bytes:
         yield "arena", show_bytes(step.arena_bytes), "of it, in one block"
@@ -289,7 +315,8 @@ def _rows(session: Session, step: Eager | Fitted, *, asked: bool) -> Iterator[Ro
 
 def _predicted(fitted: Fitted) -> int:
     """The peak of the program, with the costs of this machine."""
-    return simulate(fitted.captured.graph, fitted.costs, fitted.program).peak
+    staging = fitted.costs.staging if fitted.program.copies else 0
+    return staging + simulate(fitted.captured.graph, fitted.costs, fitted.program).peak
 
 
 def _change(first: Sequence[float | None], last: Sequence[float | None]) -> str:

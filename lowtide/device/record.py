@@ -41,6 +41,9 @@ class Store(Protocol):
     def settle(self) -> None:
         """Give up copies that have not begun, and return when none runs: nothing touches the device's bytes then."""
 
+    def resident(self) -> int:
+        """The bytes of it that are in the device's memory now, beside what is copied there."""
+
     def close(self) -> None:
         """Let go of everything."""
 
@@ -57,6 +60,9 @@ class Homes(Protocol):
 
     def locate(self, tensors: Sequence[torch.Tensor]) -> Sequence[tuple[Store, int]]:
         """The store and the offset of each tensor, for a step; those that are not there yet move, and stay objects."""
+
+    def resident(self) -> int:
+        """The bytes of them that are in the device's memory now."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ class Away:
         """The bytes of the device's memory that copies to other places and back go through; 0 without copies."""
         return self._device.staging if self._slots or self._inputs else 0
 
+    @property
+    def resident(self) -> int:
+        """The bytes of the device's memory that hold what is elsewhere, too, beside any budget: pages of files."""
+        stores = [store for places in self._places for store in places.stores.values()]
+        return sum(store.resident() for store in stores) + sum(home.resident() for home in self._homes.values())
+
     def begin(self, stack: ExitStack, inputs: list[Any]) -> Places:
         """The places of one step, until the stack ends."""
         homes = self._locate(inputs)

@@ -11,8 +11,7 @@ from lowtide import report
 from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.check import check
-from lowtide.choice import ELSEWHERE, Away, Choice, choose, eager_peak, given
+from lowtide.choice import ELSEWHERE, FREE, Choice, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Batch, Runner, execute
@@ -25,7 +24,6 @@ from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
 
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
-FREE = 0.9  # of the memory that is free: the budget where none is given
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
 
@@ -77,7 +75,7 @@ class Maker:
                 self._price,
                 self._search,
                 rounding=self._request.rounding,
-                away=self._away(captured.graph.device),
+                away=self._request.places.away(captured.graph.device),
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
@@ -119,7 +117,7 @@ class Maker:
     def _given(self, source: PlanFrom, graph: Graph) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""
         chosen = given(source, graph, self._price, rounding=self._request.rounding)
-        check(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
+        judged(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
         self.budget = chosen.plan.budget
         return chosen
 
@@ -150,17 +148,6 @@ class Maker:
         if self._request.budget is not None:
             return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
         return stays + int(FREE * devices.of(device).free_bytes())
-
-    def _away(self, device: str) -> Away | None:
-        """Where values may go, and how many bytes of them: what was asked for, or most of what is free there."""
-        asked = self._request
-        if asked.offload is None:
-            return None
-        where = devices.of(device)
-        devices.refuse_place(where, asked.offload)
-        if asked.offload_budget is not None:
-            return Away(asked.offload, read_budget(asked.offload_budget, stays=0, eager_peak=0))
-        return Away(asked.offload, int(FREE * where.room[asked.offload](asked.offload_dir)))
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":

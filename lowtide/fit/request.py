@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 from lowtide.budget import read_budget
+from lowtide.choice import Offload
 from lowtide.errors import UsageError
 from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
@@ -44,21 +45,12 @@ class Request:
             raise UsageError(f"there are no costs {self.costs!r}.", hint=f"choose one of {known}.")
         if isinstance(self.budget, str):
             read_budget(self.budget, stays=1, eager_peak=1)
-        self._refuse_places()
+        self.places.refuse(planned=self.plan is not None)
 
-    def _refuse_places(self) -> None:
-        places = [place for place in get_args(Place) if place != "device"]
-        if self.offload is not None and self.offload not in places:
-            raise UsageError(f"there is no place {self.offload!r} to offload to.", hint=f"use {' or '.join(places)}.")
-        unused = self.offload_budget is not None or (self.offload_dir is not None and self.plan is None)
-        if self.offload is None and unused:
-            raise UsageError("nothing is offloaded.", hint='offload_budget and offload_dir go with offload="disk".')
-        if self.offload is not None and self.plan is not None:
-            raise UsageError("a plan says itself what is offloaded.", hint="give offload with a budget, or a plan.")
-        if self.offload_budget is not None and str(self.offload_budget).strip().endswith("%"):
-            raise UsageError("offload_budget is in bytes.", hint='write "20GiB".')
-        if self.offload_budget is not None:
-            read_budget(self.offload_budget, stays=1, eager_peak=1)
+    @property
+    def places(self) -> Offload:
+        """Where values, state and parameters may go."""
+        return Offload(self.offload, self.offload_budget, self.offload_dir)
 
     def say(self, line: str) -> None:
         """Tell whoever wants to know."""

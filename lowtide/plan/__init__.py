@@ -12,13 +12,14 @@ from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
-from lowtide.plan.planning import BEST, METHODS, TIME_LIMIT, Planning, Progress
+from lowtide.plan.planning import BEST, METHODS, OFFLOAD, TIME_LIMIT, Planning, Progress
 from lowtide.program import Plan
 
 __all__ = [
     "BEST",
     "CLASSICS",
     "METHODS",
+    "OFFLOAD",
     "TIME_LIMIT",
     "as_eager",
     "carry",

@@ -24,7 +24,7 @@ from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
-from lowtide.program import Copy, Plan, Program
+from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
 TIME_LIMIT = 6.0  # seconds of search
@@ -37,7 +37,7 @@ LOWER = 0.4  # of what the arena has too much
 FAR = 1.05  # times the budget: what the simulator can count otherwise is less
 SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
 BEST, ONE_SHOT, OFFLOAD = "lowtide", "one-shot", "offload"
-METHODS = (BEST, ONE_SHOT, OFFLOAD, *CLASSICS)
+METHODS = (BEST, ONE_SHOT, *CLASSICS)  # for any step; OFFLOAD is for those that offer copies
 
 Progress = Callable[[float, float], None]  # told the best overhead so far, and the bound
 
@@ -101,8 +101,8 @@ class Planning:
     def within(self, budget: int | None, method: str = BEST, known: Iterable[Plan] = ()) -> Plan:
         """The quickest plan that is found; without a budget nothing runs twice."""
         begun = time.monotonic()
-        if method not in METHODS:
-            raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join(METHODS)}.")
+        if method not in (*METHODS, OFFLOAD):
+            raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join((*METHODS, OFFLOAD))}.")
         if method != BEST:
             return self._promise(self._by_name(method, budget), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
@@ -122,7 +122,7 @@ class Planning:
             if budget is None or self._fits(program, budget):
                 return program, 0.0
         assert budget is not None
-        still = [one.program for one in known if not _copies(one.program)]
+        still = [one.program for one in known if not one.program.copies]
         found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
         return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
 
@@ -181,7 +181,8 @@ class Planning:
             sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
             program = None if sequence is None else self._finish(self.arrays, sequence, budget)
         if program is None or not self._fits(program, budget):
-            raise explain(self.arrays, budget or 0, self._peak(self._lowest), method)
+            arrays = self.arrays if self.copying is None else self.copying
+            raise explain(arrays, budget or 0, self._peak(self._lowest), method)
         return program
 
     def _offloaded(self, budget: int | None) -> Program | None:
@@ -293,7 +294,7 @@ class Planning:
 
     def _peak(self, program: Program) -> int:
         """The bytes of the device, with those that copies go through."""
-        return simulate(self.graph, self.costs, program).peak + (self.costs.staging if _copies(program) else 0)
+        return simulate(self.graph, self.costs, program).peak + (self.costs.staging if program.copies else 0)
 
     def _fits(self, program: Program, budget: int | None) -> bool:
         return budget is None or self._peak(program) <= budget
@@ -317,7 +318,3 @@ class Planning:
             least_bound=floor(self.arrays if self.copying is None else self.copying)[0],
             planning_seconds=time.monotonic() - begun,
         )
-
-
-def _copies(program: Program) -> bool:
-    return any(isinstance(item, Copy) for item in program.instructions)

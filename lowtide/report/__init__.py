@@ -7,6 +7,7 @@ from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
+from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
 from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
 from lowtide.report.profile import Profile, profile
 from lowtide.report.show import Heading, Peaks, Report
@@ -19,6 +20,7 @@ __all__ = [
     "Frontier",
     "Heading",
     "Measured",
+    "Offloaded",
     "Peaks",
     "PlanReport",
     "Point",
@@ -29,10 +31,12 @@ __all__ = [
     "Table",
     "explain",
     "find_values",
+    "offloaded",
     "profile",
     "show_bytes",
     "show_difference",
     "show_fitted",
+    "show_offloaded",
     "show_overhead",
     "show_seconds",
     "summarize",

@@ -1,4 +1,4 @@
-"""Why a plan keeps a value, makes it again, keeps it narrow or lets it go: what its program shows, in sentences."""
+"""Why a plan keeps a value, makes it again, offloads it, keeps it narrow or lets it go: its program in sentences."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from lowtide.costs import Direction
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.report.bytes import show_bytes, show_seconds
 from lowtide.report.show import WIDEST
 from lowtide.report.story import Gap, Stay, Story
 
-Verdict = Literal["an input", "not made", "a result", "made again", "kept narrow", "kept", "let go"]
+Verdict = Literal["an input", "not made", "a result", "made again", "offloaded", "kept narrow", "kept", "let go"]
 NAMES = 4  # that a sentence lists
 VALUES = 3  # that one name explains
 
@@ -102,7 +103,7 @@ def explain_value(story: Story, value: int) -> Explanation:
         verdict=verdict,
         sentences=tuple(sentences),
         bytes=story.costs.nbytes[value],
-        made=tuple(stay.start for stay in stays if stay.start >= 0),
+        made=tuple(stay.start for stay in stays if stay.start >= 0 and value in story.makes[stay.start]),
         read=tuple(place for stay in stays for place in stay.reads),
         wait_runs=gap.end - gap.start if gap else 0,
         wait_seconds=story.starts[gap.end] - story.starts[gap.start] if gap else 0.0,
@@ -120,6 +121,8 @@ def _verdict(story: Story, value: int, stays: Sequence[Stay]) -> Verdict:
         return "not made"
     if story.stored(value) is not None:
         return "kept narrow"
+    if story.trips(value):
+        return "a result" if value in story.graph.required else "offloaded"
     if len(stays) > 1:
         return "made again"
     if stays[0].end == len(story.runs):
@@ -176,19 +179,43 @@ def _life(story: Story, value: int, stays: Sequence[Stay], verdict: Verdict) -> 
         yield f"It is there for {_span(story, stays[0].start, stays[0].end)}; nothing asks for it after that."
     if verdict == "kept narrow":
         yield from _narrow(story, value)
+    yield from _trips(story, value)
 
 
 def _input(story: Story, value: int, readers: str) -> Iterator[str]:
     item = next(item for item in story.graph.inputs if item.value == value)
-    yield f"It is there before the step begins, and {readers}."
+    if item.home == "device":
+        yield f"It is there before the step begins, and {readers}."
+    else:
+        yield f"It lives on the {item.home} between steps, is copied to the device when it is needed, and {readers}."
     for place, run in enumerate(story.runs):
         for made, old in run.over:
             if old == value:
                 yield f"{_run(story, place)} writes %{made} over it; what needs it must run before that."
-    if item.stays:
+    if item.stays and item.home != "device":
+        yield "Its bytes are no part of what stays on the device."
+    elif item.stays:
         yield "The caller holds it between steps, so its bytes are part of what stays, which no plan can lower."
     else:
         yield "The step uses it up: its bytes are free after that."
+
+
+def _trips(story: Story, value: int) -> Iterator[str]:
+    """Where it goes meanwhile, and what that takes."""
+    lanes = {(lane.place, lane.direction): lane for lane in story.costs.lanes}
+    nbytes, last = story.costs.nbytes[value], len(story.runs)
+    for trip in story.trips(value):
+        start = f"After {_run(story, trip.start)}" if trip.start >= 0 else "At the start"
+        ways = [lanes[trip.place, way] for way in get_args(Direction) if (trip.place, way) in lanes]
+        taken = " and ".join(show_seconds(lane.latency + nbytes / lane.rate) for lane in ways[: 1 + (trip.end < last)])
+        beside = f" A copy takes {taken} beside the computation." if taken else ""
+        if trip.end == last:
+            yield f"{start} it is copied to the {trip.place}, where it is at the end.{beside}"
+        else:
+            yield (
+                f"{start} it is copied to the {trip.place}, and back before {_run(story, trip.end)}: away for "
+                f"{_span(story, max(trip.start, 0), trip.end)}.{beside}"
+            )
 
 
 def _narrow(story: Story, value: int) -> Iterator[str]:

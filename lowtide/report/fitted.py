@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.forgotten import forgotten_values
+from lowtide.report.offloaded import show_offloaded
 from lowtide.report.plan import Summary, show_overhead
 from lowtide.report.table import Table
 
@@ -22,6 +23,7 @@ class Measured:
     mismatches: int  # allocations that did not come as planned
     shapes: int  # of batches that were planned
     seconds: float | None = None  # of a step; None: not yet
+    resident: int = 0  # bytes of offload files that are in memory now
 
 
 def show_fitted(summary: Summary, measured: Measured) -> str:
@@ -45,6 +47,9 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
         ("overhead", show_overhead(summary.overhead), f"the bound is {show_overhead(summary.bound)}"),
         ("runs", f"{summary.runs:,}", f"of {summary.ops:,} ops; planned in {show_seconds(summary.planning_seconds)}"),
     ]
+    rows += show_offloaded(summary.offloaded)
+    if summary.offloaded:
+        rows.append(("pages in memory", show_bytes(measured.resident), "now, of offload files; beside the peak"))
     for item in summary.forgotten:
         again = f"lowtide.recompute of {item.function}: {forgotten_values([item])}"
         rows.append(("forgotten by hand", show_seconds(item.seconds), again))

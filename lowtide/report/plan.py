@@ -17,6 +17,7 @@ from lowtide.program import Plan, Program, Run
 from lowtide.report.bytes import bar, show_bytes, show_seconds, show_share
 from lowtide.report.forgotten import Forgotten, forgotten, show_forgotten
 from lowtide.report.modules import fold_paths, pattern
+from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
 from lowtide.report.profile import TOP
 from lowtide.report.show import TIMES, WIDEST, Heading
 from lowtide.report.table import Table
@@ -61,7 +62,7 @@ class Summary:
     """A plan in numbers."""
 
     budget: int | None  # bytes
-    stays: int  # bytes of the inputs that stay between steps
+    stays: int  # bytes of the inputs that stay between steps, on the device
     peak: int  # bytes, predicted
     arena: int  # bytes of the block that holds what the step makes; 0: there is none
     eager_peak: int  # bytes, predicted
@@ -79,6 +80,7 @@ class Summary:
     packing_seconds: float  # of runs that make narrow values and use them, less those that they stand in for
     in_place: int  # results that take the bytes of an argument, where eager allocates
     in_place_nbytes: int
+    offloaded: tuple[Offloaded, ...] = ()  # what is in each other place
     rewrites: tuple[Rewrite, ...] = ()  # that changed the captured step before it was planned
 
     @property
@@ -119,6 +121,7 @@ class Summary:
             "forgotten": [_row(item) for item in self.forgotten],
             "packing_seconds": self.packing_seconds,
             "in_place": {"count": self.in_place, "bytes": self.in_place_nbytes},
+            "offloaded": [asdict(item) for item in self.offloaded],
             "rewrites": [asdict(rewrite) for rewrite in self.rewrites],
         }
 
@@ -133,7 +136,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
     places = [made for run in runs for made, read in run.over if (made, read) not in graph.ops[run.op].updates]
     return Summary(
         budget=plan.budget,
-        stays=costs.stays(graph),
+        stays=costs.stays(graph) - costs.elsewhere(graph),
         peak=plan.peak,
         arena=plan.program.arena,
         eager_peak=eager_peak,
@@ -151,6 +154,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
         packing_seconds=_storing(graph, costs, runs),
         in_place=len(places),
         in_place_nbytes=sum(costs.nbytes[made] for made in places),
+        offloaded=offloaded(graph, costs, plan.program),
         rewrites=plan.rewrites,
     )
 
@@ -283,8 +287,9 @@ def _promise(summary: Summary, asked: str) -> Table:
     if summary.in_place:
         results = f"{summary.in_place:,} results take the bytes of an argument"
         rows.append(("in place", show_bytes(summary.in_place_nbytes), results))
+    rows += show_offloaded(summary.offloaded)
     if summary.rewrites:
-        names = ", ".join(map(str, summary.rewrites))
+        names = ", ".join(one.name if isinstance(one.setting, str) else str(one) for one in summary.rewrites)
         rows.append(("rewritten", names, KEEPS[exactness(summary.rewrites)]))
     narrow = [item for item in summary.kept if item.narrow]
     if narrow:
@@ -330,7 +335,8 @@ def _beside(summary: Summary) -> str:
 def _show_recomputed(summary: Summary, width: int) -> Iterator[RenderableType]:
     found = summary.recomputed
     if not found:
-        yield Text("\nRecomputed: nothing, the budget has room without", style="bold")
+        why = "what there is no room for is elsewhere" if summary.offloaded else "the budget has room without"
+        yield Text(f"\nRecomputed: nothing, {why}", style="bold")
         return
     runs, seconds = sum(item.count for item in found), sum(item.seconds for item in found)
     yield Text(f"\nRecomputed: {_many(runs, 'run')}, {show_seconds(seconds)}", style="bold")

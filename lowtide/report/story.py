@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from lowtide.costs import Costs
-from lowtide.graph import Graph
+from lowtide.graph import Graph, Place
 from lowtide.lifetimes import Lifetimes, lifetimes
-from lowtide.program import Plan, Run
+from lowtide.program import Copy, Plan, Run
 from lowtide.simulate import simulate
 
 
@@ -32,6 +32,15 @@ class Gap:
     start: int  # run
     end: int  # run
     held: bool  # whether the value is there meanwhile
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A value goes to another place, and comes back."""
+
+    place: Place
+    start: int  # the run after which it goes; -1: it goes before the first
+    end: int  # the run before which it comes back; the number of all runs where it does not
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,13 @@ class Story:
         self.reads = [graph.reads_of(run.op, again=run.again) for run in self.runs]
         self.makes = [graph.makes_of(run.op, again=run.again) for run in self.runs]
         live = simulate(graph, costs, plan.program).live
-        self.live = [live[number] for number in self.numbers]  # bytes
+        staging = costs.staging if plan.program.copies else 0
+        self.live = [live[number] + staging for number in self.numbers]  # bytes
         self.starts = [0.0]  # seconds since the step began, of each run and of the end
         for run in self.runs:
             self.starts.append(self.starts[-1] + costs.seconds[run.op])
         self.inputs = {item.value for item in graph.inputs}
+        self.elsewhere = {item.value for item in graph.inputs if item.home != "device"}
         self.peak_run = max(range(len(self.live)), key=self.live.__getitem__)
 
     @cached_property
@@ -99,6 +110,19 @@ class Story:
             found.append(Stay(start, end, tuple(reads), over, under))
         return found
 
+    def trips(self, value: int) -> list[Trip]:
+        """When the value is copied to another place, and back."""
+        found: list[Trip] = []
+        for number, item in enumerate(self.plan.program.instructions):
+            match item:
+                case Copy(copied, "device") if copied == value and found:
+                    found[-1] = replace(found[-1], end=self._runs_before(number))
+                case Copy(copied, place) if copied == value and place != "device":
+                    found.append(Trip(place, self._runs_before(number) - 1, len(self.runs)))
+                case _:
+                    pass
+        return found
+
     def longest(self, stays: list[Stay]) -> Gap | None:
         """The wait between two uses that takes the most time; those during which the value is gone come first."""
         gaps: list[Gap] = []
@@ -126,6 +150,8 @@ class Story:
             op = graph.maker[item]
             if item in present or op in needed:
                 continue
+            if item in self.elsewhere and not self._written_over(item, place):
+                continue  # it can be copied once more
             if op < 0:
                 return f"it rests on %{item} {graph.values[item].name}, which is written over by then"
             if not graph.repeatable(op):
@@ -133,6 +159,10 @@ class Story:
             needed.add(op)
             waiting += graph.reads_of(op, again=True)
         return sorted(needed)
+
+    def _written_over(self, value: int, place: int) -> bool:
+        """Whether a run before this one takes the bytes of a value."""
+        return any(read == value for run in self.runs[:place] for _, read in run.over)
 
     def led_to(self, place: int) -> list[int]:
         """The runs, beyond the first ones of ordinary ops, that a run rests on, itself included."""

@@ -123,4 +123,14 @@ def _change(rewrite: Rewrite, before: Graph, after: Graph) -> Change:
         ops_offered=offered,
         values_added=(has - had).total(),
         values_removed=(had - has).total(),
+        waiting=_waiting(after) - _waiting(before),
+        nbytes_moved=_elsewhere(after) - _elsewhere(before),
     )
+
+
+def _waiting(graph: Graph) -> int:
+    return sum(row.place != "device" for row in graph.alternatives)
+
+
+def _elsewhere(graph: Graph) -> int:
+    return sum(graph.values[item.value].nbytes for item in graph.inputs if item.home != "device")

@@ -80,6 +80,9 @@ class LateStore:
     def settle(self) -> None:
         self.under_way.clear()
 
+    def resident(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.under_way.clear()
 
@@ -96,6 +99,9 @@ class LateHomes:
             store.bytes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
         return list(zip(self.stores, starts, strict=True))
+
+    def resident(self) -> int:
+        return 0
 
 
 LATE = dataclasses.replace(

@@ -57,6 +57,9 @@ class Throttled:
 
     def settle(self) -> None: ...
 
+    def resident(self) -> int:
+        return 0
+
     def close(self) -> None: ...
 
 
