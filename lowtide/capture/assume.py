@@ -200,6 +200,11 @@ class Assumptions:
     def _tensor(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor that is no parameter and no buffer: as it is, and by what the user put on it."""
         if not isinstance(tensor, FakeTensor):
+            if "_version" in self.follower.attributes:
+                raise CaptureError(
+                    f"the step asks how often a tensor was written to (_version), as it may of {name}.",
+                    hint="ask before the step, and pass the number to the step as part of its batch.",
+                )
             self.tensors.append(Kind(tensor, kind_of(tensor), name))
         if (attributes := self.world.marks.get(id(tensor))) is not None:
             self._attributes(attributes, name)

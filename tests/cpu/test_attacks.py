@@ -292,6 +292,7 @@ REFUSED = {
     "globals()": ('def value(): return globals()["GAIN"]', r"looks at globals\(\)"),
     "a view of memory": ("HELD = memoryview(bytearray(b'ab'))\ndef value(): return float(HELD[0])", "a memoryview"),
     "memory of C": ("HELD = ctypes.c_double(1.0)\ndef value(): return HELD.value", "a c_double"),
+    "the version of a tensor": ("HELD = torch.ones(4)\ndef value(): return HELD._version + 1.0", "how often a tensor"),
     "a thread": (
         "def value():\n    thread = threading.Thread(target=print)\n    thread.start()\n    return 1.0",
         "another thread",
