@@ -149,6 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", help="of torch; default: the newest of each that lowtide accepts")
     versions = parser.parse_args().versions or newest_of_each()
+    versions.sort(key=lambda version: tuple(map(int, version.split("."))), reverse=True)  # whose libraries are shared
     outcomes = []
     for version in versions:
         outcomes.append(one := outcome(version))

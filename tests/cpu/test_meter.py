@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -469,7 +470,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "foreign.cpp").write_text(FOREIGN)
     torch_folder = Path(torch.__file__).parent
     command = [
-        os.environ.get("CXX", "g++"),
+        *shlex.split(os.environ.get("CXX", "g++")),
         "-std=c++20",
         "-shared",
         "-fPIC",
@@ -629,6 +630,7 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (library,) = cache.iterdir()
     made = library.stat().st_mtime_ns
     monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
+    monkeypatch.delenv("CXX", raising=False)  # as they had none
     build._library()
     assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [made]
 
@@ -669,6 +671,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)  # as the other process has none
     assert finish(start(tmp_path)) == (0, "")
     (made,) = tmp_path.iterdir()
     name = made.name
