@@ -53,6 +53,7 @@ sanitize: .venv/ready  ## Run all C++ under the address, undefined behaviour and
 bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench predict
 	$(BIN)/lowtide bench execute
+	$(BIN)/lowtide bench batch
 	$(BIN)/lowtide bench capture
 	$(BIN)/lowtide bench plan
 	$(BIN)/lowtide bench fit

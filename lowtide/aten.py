@@ -36,6 +36,17 @@ SIZES_ONLY = frozenset(
     }
 )
 
+# Calls that leave what they make as it was: nothing is read or written.
+UNWRITTEN = frozenset(
+    {
+        "aten.empty.memory_format",
+        "aten.empty_like.default",
+        "aten.empty_strided.default",
+        "aten.new_empty.default",
+        "aten.new_empty_strided.default",
+    }
+)
+
 # ---- what numbers come out
 
 CAST = "aten._to_copy.default"  # keeps sizes and strides; cast to bool, what is not zero is true, NaN included

@@ -1,8 +1,9 @@
 """Which batch size pays: the throughput of each, the largest that fits with what, and the one to use.
 
-Ops are measured at a few sizes, doubled each time; between them, and beyond the last, the seconds and temporaries of an
-op follow a straight line. Real steps at the smallest and the largest of these sizes say by how much a step differs from
-the sum of its ops. Nothing is trained at any other size: whether it fits follows from its graph.
+A step is captured and its ops are measured at a few sizes, each four times the one before; between them, and beyond the
+last, the bytes and seconds of its values and ops follow a straight line. So do peaks, nearly: the largest batch takes
+few tries. Real steps at the smallest and the largest of these sizes say by how much a step differs from the sum of
+its ops. Nothing is trained at any other size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from lowtide.budget import free_memory
 from lowtide.capture import capture
 from lowtide.costs import Costs
 from lowtide.errors import BatchError, BudgetError, CaptureError, UsageError
@@ -27,13 +29,16 @@ from lowtide.simulate import simulate
 from lowtide.sizes import Size, Sizes, Way
 
 LONGEST = 2.5  # seconds of a step by its ops, up to which sizes are measured; larger ones follow from these
+APART = 4  # from one size that is measured to the next
 MOST = 2**20  # examples: no size above is looked at
-STEPS = 3  # real steps, after a first one, whose median is compared with the sum of their ops
+WARM_UPS, STEPS = 2, 3  # real steps: those ahead, which learn, and those whose median is compared with their ops
 FINE = 16  # parts of a size: the largest batch is found to within one of them, or one example
+ROOM = 0.7  # of the memory that is free, in which real steps may run
 
 
 Progress = Callable[[str], None]
 Price = Callable[[Graph], Costs]
+Corrections = dict[str, tuple[float, float]]
 
 
 class Parts(NamedTuple):
@@ -54,40 +59,39 @@ def batch_sizes(
     real: bool = True,
     tell: Progress = lambda _: None,
 ) -> Sizes:
-    """The throughput of a step against its batch size within a budget; `real` compares with steps that are run."""
-    scale = _Scale(make, budget, price, tell)
+    """The throughput of a step against its batch size within a budget; `real` compares with steps that are run.
+
+    A budget that no size fits is a BudgetError.
+    """
+    scale = _Scale(make, budget, price, time_limit, tell)
     scale.measure()
+    largest = {
+        "eager": scale.largest("eager", lambda batch: scale.eager(batch).peak),
+        "sharing": scale.largest("sharing", lambda batch: plan(*scale.at(batch)).peak),
+        "plan": scale.largest("a plan", lambda batch: scale.smallest(batch).peak),
+    }
+    most = max((size for size in largest.values() if size is not None), default=None)
+    if most is None:
+        needs = scale.smallest(scale.steps[0]).peak
+        raise BudgetError(
+            f"no batch fits {budget:,} bytes: a batch of {scale.steps[0]} needs {needs:,} at least.",
+            hint=f"give a budget of {needs:,} bytes or more.",
+            least=needs,
+        )
+    largest["plan"] = most  # whatever fits without a lever, fits with it
     corrections = scale.compare() if real else dict.fromkeys(("eager", "plan"), (1.0, 1.0))
-    tell("looking for the largest batch")
-    largest: dict[str, int | None] = {"eager": scale.largest(scale.eager_fits), "sharing": scale.largest(scale.shares)}
-    smallest_plan = scale.lowest()
-    carried = scale.largest(lambda batch: scale.carries(smallest_plan, batch))
-    found: dict[int, Plan] = {}
-
-    def plans(batch: int) -> bool:
-        tell(f"planning a batch of {batch}")
-        graph, costs = scale.at(batch)
-        try:
-            found[batch] = plan(graph, costs, budget, time_limit=time_limit)
-        except BudgetError:
-            return False
-        return True
-
-    largest["plan"] = scale.refine(max(carried or 0, largest["sharing"] or 0), plans)
-    points = []
-    for batch in scale.shown(largest):
-        fits = batch in found or plans(batch)
-        points.append(scale.point(batch, found[batch] if fits else None, corrections))
+    points = [scale.point(batch, corrections) for batch in scale.shown(largest)]
     return Sizes(budget, tuple(points), largest, corrections)
 
 
 @dataclass
 class _Scale:
-    """The graphs and costs of a step at all sizes."""
+    """A step at all sizes."""
 
     make: Callable[[int], Parts]
     budget: int
     price: Price
+    time_limit: float
     tell: Progress
 
     def __post_init__(self) -> None:
@@ -102,7 +106,7 @@ class _Scale:
         return self.graphs[batch]
 
     def measure(self) -> None:
-        """Measure ops at doubled sizes, from the smallest that the step takes, while a step is short and fits."""
+        """Measure ops at several sizes, from the smallest that the step takes, while a step is short and may fit."""
         batch = self._smallest()
         while batch <= MOST:
             self.tell(f"measuring a batch of {batch}")
@@ -110,9 +114,9 @@ class _Scale:
             costs = self.measured[batch] = self.price(graph)
             seconds = sum(costs.seconds[op] for op in graph.ordinary)
             low = max(item.nbytes for item in graph.values)
-            if len(self.measured) > 1 and (2 * seconds > LONGEST or 2 * low > self.budget):
+            if len(self.measured) > 1 and (APART * seconds > LONGEST or APART * low > self.budget):
                 break
-            batch *= 2
+            batch *= APART
 
     def _smallest(self) -> int:
         """The smallest batch that the step takes: some need two examples."""
@@ -131,16 +135,15 @@ class _Scale:
         return tuple(sorted(self.measured))
 
     def at(self, batch: int) -> tuple[Graph, Costs]:
-        """The step of one size with its costs."""
-        graph = self.graph(batch)
+        """The step of one size with its costs: where two sizes around it are alike, by the graph of one of them."""
         if batch not in self.measured:
             low, high = self._around(batch)
-            if not _alike(graph, self.graphs[low]) or not _alike(graph, self.graphs[high]):
-                self.measured[batch] = self.price(graph)
-            else:
-                one, other = self.measured[low], self.measured[high]
-                return graph, _between(graph, one, other, (batch - low) / (high - low))
-        return graph, self.measured[batch]
+            if _alike(self.graphs[low], self.graphs[high]):
+                part = (batch - low) / (high - low)
+                graph, costs = self.graphs[high], _between(self.measured[low], self.measured[high], part)
+                return graph, replace(costs, graph=graph.fingerprint)
+            self.measured[batch] = self.price(self.graph(batch))
+        return self.graph(batch), self.measured[batch]
 
     def _around(self, batch: int) -> tuple[int, int]:
         """The two sizes that were measured and that a size lies between, or nearest to."""
@@ -148,80 +151,88 @@ class _Scale:
         above = max(1, above)
         return self.steps[above - 1], self.steps[above]
 
-    def eager_fits(self, batch: int) -> bool:
-        """Whether eager's step fits."""
-        return self.eager(batch).fits
-
     def eager(self, batch: int) -> Way:
         """Eager's step."""
         graph, costs = self.at(batch)
         simulation = simulate(graph, costs, as_eager(graph))
         return Way(simulation.peak, simulation.seconds, simulation.peak <= self.budget)
 
-    def shares(self, batch: int) -> bool:
-        """Whether a step in which nothing runs twice fits."""
-        graph, costs = self.at(batch)
-        return plan(graph, costs).peak <= self.budget
-
-    def lowest(self) -> tuple[Graph, Plan]:
+    @cached_property
+    def _lowest(self) -> tuple[Graph, Plan]:
         """The plan with the least peak, of one size."""
         batch = self.steps[-1]
         self.tell(f"looking for the least peak of a batch of {batch}")
         graph, costs = self.at(batch)
         return graph, least(graph, costs)
 
-    def carries(self, known: tuple[Graph, Plan], batch: int) -> bool:
-        """Whether the plan with the least peak of another size fits in this one."""
+    def smallest(self, batch: int) -> Plan:
+        """The plan with the least peak, of any size: the one that is known, or else its own."""
         graph, costs = self.at(batch)
-        return carry(known[1], known[0], graph, costs, self.budget) is not None
+        known, found = self._lowest
+        return carry(found, known, graph, costs, None) or least(graph, costs)
 
-    def largest(self, fits: Callable[[int], bool]) -> int | None:
-        """The largest batch that fits, to within a fine part of it."""
-        low, high = 0, self.steps[0]
-        while high <= MOST and fits(high):
-            low, high = high, 2 * high
-        return self._narrow_down(low, high, fits) or None
+    def largest(self, way: str, peak: Callable[[int], int]) -> int | None:
+        """The largest batch whose peak is within the budget, to within a fine part of it.
 
-    def refine(self, start: int, fits: Callable[[int], bool]) -> int | None:
-        """The largest batch that fits, looked for around one that is likely to."""
-        if start == 0:
-            return self.largest(fits)
-        low, high = (start, 0) if fits(start) else (0, start)
-        while low and not high:
-            more = low + max(1, low // FINE)
-            low, high = (more, 0) if more <= MOST and fits(more) else (low, more)
-        while not low and high > self.steps[0]:
-            less = high - max(1, high // FINE)
-            low, high = (less, high) if fits(less) else (0, less)
-        return low or None
+        Peaks are nearly a straight line, so the next try is where the line through the last two meets the budget; a
+        try that would be outside of what is known already is in its middle.
+        """
+        self.tell(f"looking for the largest batch with {way}")
+        known = {batch: peak(batch) for batch in self.steps[-2:]}
+        first = self.steps[0]
+        low, high = 0, MOST
+        while True:
+            low = max([low, *(batch for batch, nbytes in known.items() if nbytes <= self.budget)])
+            high = min([high, *(batch for batch, nbytes in known.items() if nbytes > self.budget)])
+            if low + max(1, low // FINE) >= high:
+                return low or None
+            if high <= first:
+                return None
+            batch = min(max(self._meeting(known, low, high), low + 1, first), high - 1)
+            known[batch] = peak(batch)
 
-    def _narrow_down(self, low: int, high: int, fits: Callable[[int], bool]) -> int:
-        while high - low > max(1, low // FINE) and low:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+    def _meeting(self, known: dict[int, int], low: int, high: int) -> int:
+        """Where the line through the two nearest sizes meets the budget, or the middle of what is left."""
+        one, other = sorted(sorted(known, key=lambda batch: abs(known[batch] - self.budget))[:2])
+        rise = known[other] - known[one]
+        met = one + (self.budget - known[one]) * (other - one) / rise if rise > 0 else math.inf
+        step = max(1, low // FINE)
+        if abs(met - low) <= step:  # one more look, and it is known to be the last that fits, or
+            return low + step
+        if abs(met - high) <= step:  # the first that does not
+            return high - step
+        if low < met < high:
+            return math.floor(met)
+        return (low + high) // 2 if high < MOST else 2 * max(low, 1)
 
-    def compare(self) -> dict[str, tuple[float, float]]:
+    def compare(self) -> Corrections:
         """Real steps over the sum of their ops, at the least and the most size that was measured."""
         ends = (self.steps[0], self.steps[-1])
-        self.tell("running steps")
-        return {
-            "eager": (self._eager_steps(ends[0]), self._eager_steps(ends[1])),
-            "plan": (self._planned_steps(ends[0]), self._planned_steps(ends[1])),
-        }
+        found: Corrections = {}
+        for way, steps in {"eager": self._eager_steps, "plan": self._planned_steps}.items():
+            low, high = (steps(batch) for batch in ends)
+            found[way] = (low or high or 1.0, high or low or 1.0)
+        return found
 
-    def _eager_steps(self, batch: int) -> float:
+    def _eager_steps(self, batch: int) -> float | None:
+        """None: there is no memory for them."""
+        eager = self.eager(batch)
+        if eager.peak > ROOM * free_memory():
+            return None
+        self.tell(f"running eager steps of a batch of {batch}")
         parts = self.make(batch)
-        seconds = _median(lambda: parts.step(parts.model, parts.optimizer, *parts.example))
-        return seconds / self.eager(batch).seconds
+        return _median(lambda: parts.step(parts.model, parts.optimizer, *parts.example)) / eager.seconds
 
-    def _planned_steps(self, batch: int) -> float:
+    def _planned_steps(self, batch: int) -> float | None:
+        """None: nothing fits the budget."""
         parts = self.make(batch)
+        self.tell(f"running planned steps of a batch of {batch}")
         try:
-            train = fit(*parts[:3], example=parts.example, budget=self.budget, time_limit=1.0)
+            train = fit(*parts[:3], example=parts.example, budget=self.budget, time_limit=min(1.0, self.time_limit))
         except BudgetError:
-            return 1.0
-        return _median(lambda: train(*parts.example)) / train.plan.seconds
+            return None
+        graph = train.captured.graph
+        return _median(lambda: train(*parts.example)) / simulate(graph, self.price(graph), train.program).seconds
 
     def shown(self, largest: dict[str, int | None]) -> Iterator[int]:
         """The sizes of the curve: doubled ones up to the largest that fits, and the largest of each way."""
@@ -229,8 +240,14 @@ class _Scale:
         doubled = [self.steps[0] << power for power in range(64) if self.steps[0] << power <= most]
         yield from sorted({*doubled, *(size for size in largest.values() if size is not None)})
 
-    def point(self, batch: int, found: Plan | None, corrections: dict[str, tuple[float, float]]) -> Size:
+    def point(self, batch: int, corrections: Corrections) -> Size:
         """One size, with what real steps say about the sum of ops."""
+        self.tell(f"planning a batch of {batch}")
+        graph, costs = self.at(batch)
+        try:
+            found = plan(graph, costs, self.budget, time_limit=self.time_limit, known=[self.smallest(batch)])
+        except BudgetError:
+            found = None
         first, last = self.steps[0], self.steps[-1]
         part = math.log(min(batch, last) / first) / math.log(last / first)
         more = {way: low * (high / low) ** part for way, (low, high) in corrections.items()}
@@ -240,7 +257,8 @@ class _Scale:
 
 
 def _median(step: Callable[[], Any]) -> float:
-    step()
+    for _ in range(WARM_UPS):
+        step()
     seconds = []
     for _ in range(STEPS):
         begun = perf_counter()
@@ -257,25 +275,22 @@ def _alike(one: Graph, other: Graph) -> bool:
     )
 
 
-def _between(graph: Graph, one: Costs, other: Costs, part: float) -> Costs:
-    """The costs of a graph on the line through those of two others; between them, or beyond one."""
+def _between(one: Costs, other: Costs, part: float) -> Costs:
+    """Costs on the line through those of two sizes; between them, or beyond one."""
 
     def line(low: float, high: float) -> float:
         return low + (high - low) * part
 
     def bytes_(low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
-        return tuple(max(0, math.ceil(line(a, b))) for a, b in zip(low, high, strict=True))
+        return tuple(max(0, math.ceil(line(a, b) - 1e-6)) for a, b in zip(low, high, strict=True))
 
-    least_seconds = [min(a, b) for a, b in zip(one.seconds, other.seconds, strict=True)]
-    seconds = zip(one.seconds, other.seconds, least_seconds, strict=True)
-    plain = [value.nbytes for value in graph.values]
+    seconds = zip(one.seconds, other.seconds, strict=True)
     return replace(
         other,
-        graph=graph.fingerprint,
-        seconds=tuple(max(line(a, b), low if part > 0 else 0.5 * low) for a, b, low in seconds),
+        seconds=tuple(max(line(a, b), 0.5 * min(a, b)) for a, b in seconds),
         extra=bytes_(one.extra, other.extra),
         inside=bytes_(one.inside, other.inside) if one.inside and other.inside else (),
-        nbytes=tuple(max(a, b) for a, b in zip(plain, bytes_(one.nbytes, other.nbytes), strict=True)),
+        nbytes=bytes_(one.nbytes, other.nbytes),
         in_place=tuple(
             tuple(pair for pair in a if pair in b) for a, b in zip(one.in_place, other.in_place, strict=True)
         ),

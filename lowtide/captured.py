@@ -76,11 +76,6 @@ class Captured:
         """All of them."""
         return optimizers_of(self.optimizer)
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, as they are now."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
 
 def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
     """None, one optimizer or several, as a tuple."""

@@ -71,6 +71,18 @@ def content_of(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return {key: dict.get(mapping, key) for key in keys_of(mapping)}
 
 
+class Attributes:
+    """The attributes of a thing whose entries are others: of a class its order of bases, of a mapping its factory."""
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Entry:
     """This object is there, or one that means the same."""
@@ -95,6 +107,15 @@ class Content:
 
     holder: Any
     content: Any  # a copy
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
+    """A tensor that the step was not given has these sizes, strides and type; what is in it may change."""
+
+    tensor: Any
+    kind: tuple[Any, ...]
     name: str
 
 
@@ -170,6 +191,8 @@ class Guards:
     names: tuple[Names, ...] = ()
     contents: tuple[Content, ...] = ()
     kinds: tuple[tuple[Any, type], ...] = ()  # objects, and their classes
+    tensors: tuple[Kind, ...] = ()
+    weak: tuple[tuple[Callable[[], Any], str], ...] = ()  # weak references that must lead somewhere, and their names
     around: tuple[Any, ...] = ()  # settings of torch, in the order of `watch.NAMES`
     comparisons: tuple[Comparison, ...] = ()  # of numbers that are inputs
     numbers: tuple[Place, ...] = ()  # Python numbers that are inputs of the program

@@ -6,6 +6,7 @@ No other file reaches into torch (tests/pure/test_house.py), and each name has a
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import random
 from collections.abc import Callable
@@ -253,6 +254,29 @@ def python_generator() -> random.Random:
 def numpy_generator() -> Any:
     """The generator behind the functions of `numpy.random`."""
     return numpy.random.mtrand._rand
+
+
+def cached_answers(function: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What functools.lru_cache keeps of a function: its own mapping, and the answers by their keys in it."""
+    _, *links, kept, _, _, _, _, _ = gc.get_referents(function)  # each link: a key, its answer, the class of links
+    bounded = dict(
+        zip(links[0::3], links[1::3], strict=True)
+    )  # the oldest first; a later one of a key is the valid one
+    return kept, {key: bounded[key] for key in kept} if links else dict(kept)
+
+
+def cached_arguments(function: Any, key: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that functools.lru_cache made a key of."""
+    if type(key) is not tuple:
+        return (key,), {}
+    mark = gc.get_referents(function)[-4]  # between the arguments and those with names
+    if (place := next((place for place, part in enumerate(key) if part is mark), None)) is None:
+        typed = function.cache_parameters()["typed"]
+        return key[: len(key) // 2] if typed else key, {}
+    named = key[place + 1 :]
+    if function.cache_parameters()["typed"]:  # behind it the classes of all: of the unnamed ones, then of the others
+        named = named[: (len(named) - place) * 2 // 3]
+    return key[:place], dict(zip(named[0::2], named[1::2], strict=True))
 
 
 def logged() -> Callable[..., Any]:

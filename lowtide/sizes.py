@@ -37,22 +37,28 @@ class Sizes:
     """What was found within a budget."""
 
     budget: int  # bytes
-    points: tuple[Size, ...]  # by batch
+    points: tuple[Size, ...]  # by batch; at least one has a plan
     largest: Mapping[str, int | None]  # for each way the largest batch that fits; None: none does
     corrections: Mapping[str, tuple[float, float]]  # real steps over the sums of their ops, at the ends of the measured
 
     @property
-    def knee(self) -> int | None:
+    def knee(self) -> int:
         """The smallest batch with nearly the best throughput: the one to use."""
         fast = [(size.batch / size.plan.seconds, size.batch) for size in self.points if size.plan is not None]
-        best = max(fast, default=(0.0, 0))[0]
-        return min((batch for throughput, batch in fast if throughput >= KNEE * best), default=None)
+        best = max(fast)[0]
+        return min(batch for throughput, batch in fast if throughput >= KNEE * best)
+
+    def throughput(self, batch: int, way: str) -> float | None:
+        """Examples a second of a size of the curve, in eager or by a plan."""
+        size = next(size for size in self.points if size.batch == batch)
+        return size.throughput(size.eager if way == "eager" else size.plan)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {
             "budget": self.budget,
             "largest_batch": dict(self.largest),
+            "throughput": {way: batch and self.throughput(batch, way) for way, batch in self.largest.items()},
             "knee": self.knee,
             "points": [_point(size) for size in self.points],
             "corrections": {way: list(pair) for way, pair in self.corrections.items()},

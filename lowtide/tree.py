@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,14 @@ class Tree:
     template: Any = dataclasses.field(
         default=None, compare=False, repr=False
     )  # an empty mapping, or an object, to copy
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.form, self.type, self.keys, self.children))
+
+    def __hash__(self) -> int:
+        """Known after the first time: trees are looked up at every step."""
+        return self._hash
 
     def paths(self) -> Iterator[Path]:
         """The path of each leaf, in order."""
@@ -72,6 +81,14 @@ def flatten(thing: Any) -> tuple[list[Any], Tree]:
 
 
 def _flatten(thing: Any, leaves: list[Any]) -> Tree:
+    kind: Any = type(thing)
+    if _is_leaf(kind):
+        leaves.append(thing)
+        return LEAF
+    if kind is tuple or kind is list:
+        children = tuple([_flatten(part, leaves) for part in thing])
+        plain = children.count(LEAF) == len(children)
+        return _of_leaves(kind, len(children)) if plain else _sequence(kind, children)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         keys: tuple[Any, ...] = tuple(field.name for field in dataclasses.fields(thing) if field.init)
         children = tuple(_flatten(getattr(thing, key), leaves) for key in keys)
@@ -84,8 +101,7 @@ def _flatten(thing: Any, leaves: list[Any]) -> Tree:
             del template[key]  # type: ignore[attr-defined]
         return Tree("mapping", type(thing), keys, children, template)
     if isinstance(thing, (tuple, list)):
-        children = tuple(_flatten(part, leaves) for part in thing)
-        return Tree("sequence", type(thing), tuple(range(len(children))), children)
+        return _sequence(kind, tuple(_flatten(part, leaves) for part in thing))
     if _around_tensors(thing):
         keys = tuple(vars(thing))
         children = tuple(_flatten(vars(thing)[key], leaves) for key in keys)
@@ -94,15 +110,35 @@ def _flatten(thing: Any, leaves: list[Any]) -> Tree:
     return LEAF
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_leaf(kind: type) -> bool:
+    """Whether objects of this class are leaves, whatever is in them: tensors, numbers and text, above all."""
+    if dataclasses.is_dataclass(kind) or issubclass(kind, (Mapping, tuple, list)):
+        return False
+    return _of_library(kind) or _tensor(kind)
+
+
+def _sequence(kind: type, children: tuple[Tree, ...]) -> Tree:
+    return Tree("sequence", kind, tuple(range(len(children))), children)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_leaves(kind: type, count: int) -> Tree:
+    """A sequence of so many leaves, as most batches are."""
+    return _sequence(kind, (LEAF,) * count)
+
+
 def _around_tensors(thing: Any) -> bool:
     """Whether an object of a class of the user's has tensors, or numbers of a running step, among its attributes."""
     attributes = getattr(thing, "__dict__", None)
-    if not isinstance(attributes, dict) or callable(thing) or _tensor(thing):
+    if not isinstance(attributes, dict) or callable(thing) or _tensor(type(thing)) or _of_library(type(thing)):
         return False
-    if type(thing).__module__.partition(".")[0] in ("torch", "numpy", "builtins"):
-        return False
-    return any(_tensor(part) or _around_tensors(part) for part in attributes.values())
+    return any(_tensor(type(part)) or _around_tensors(part) for part in attributes.values())
 
 
-def _tensor(thing: Any) -> bool:
-    return hasattr(type(thing), "__torch_function__") or type(thing).__name__ == "SymFloat"
+def _of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "numpy", "builtins")
+
+
+def _tensor(kind: type) -> bool:
+    return hasattr(kind, "__torch_function__") or kind.__name__ == "SymFloat"

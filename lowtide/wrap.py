@@ -213,7 +213,8 @@ class _Loop:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
             raise CaptureError(
                 f"the model keeps or prints what it computes ({names}), which a wrapped model can't repeat.",
-                hint="return it from the forward, or give the whole step to lowtide.fit.",
+                hint="return it from the forward, or give the whole step to lowtide.fit; what is kept of one call "
+                "for all others (lru_cache) may be called once before.",
             )
         return replace(captured, gradients={}, trained=())  # gradients are autograd's business
 

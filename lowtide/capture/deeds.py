@@ -88,6 +88,11 @@ class Deeds:
                 counted.append(place)
             effects.append(effect)
             values.append(value)
+        for cache in self.world.caches.values():
+            for remember, answer in cache.added():
+                effects.append(Effect("call", Place(remember, None, f"what {cache.name} keeps")))
+                values.append(((answer,), {}))
+                self._refuse_objects(answer, effects[-1].place.name, "")
         for function, args, kwargs in self.calls:
             effects.append(Effect("call", Place(function, None, f"a call of {function.__name__}")))
             values.append((args, kwargs))

@@ -63,6 +63,8 @@ class Dice:
 
     def stand_in(self, value: Any) -> Any:
         """What stands for a function that draws, where code has it under a name of its own; None for all others."""
+        if hasattr(type(value), "__getattr__"):  # it may answer to any name
+            return None
         owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
         if owner is private.python_generator() and name in PRIMITIVES:
             return getattr(owner, name)

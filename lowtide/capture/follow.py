@@ -27,7 +27,7 @@ from lowtide.capture import lines
 from lowtide.capture.impure import kept_away, refuse_impure, refuse_unseeded
 from lowtide.capture.lines import Load, Use
 from lowtide.capture.origin import user_line
-from lowtide.capture.world import World, library
+from lowtide.capture.world import World, is_cached, library
 from lowtide.errors import CaptureError
 from lowtide.guards import MISSING
 
@@ -250,7 +250,7 @@ def _of_library(value: Any) -> bool:
     """Whether an object is a part of a library, which users do not change."""
     if isinstance(value, ModuleType):
         return library(value.__name__)
-    if isinstance(value, functools.partial):
+    if isinstance(value, functools.partial) or is_cached(value):
         return False
     return callable(value) and library(getattr(value, "__module__", None) or "")
 

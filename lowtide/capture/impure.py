@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -44,8 +45,10 @@ OUTSIDE = {
     secrets.randbelow: "secrets.randbelow",
     datetime.datetime: "datetime.datetime",
 }
+UNSEEN = {globals: "globals()"}  # they lead to names that no line says
 
 
+THREADS: tuple[tuple[type, str], ...] = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 MODULES: tuple[ModuleType, ...] = (time, os, uuid, secrets)
 
 
@@ -53,21 +56,24 @@ MODULES: tuple[ModuleType, ...] = (time, os, uuid, secrets)
 def kept_away(is_user_file: Callable[[str], bool], note: Callable[[CaptureError], None]) -> Iterator[None]:
     """A context in which user code that calls one of these is refused, however it came to it."""
     thread = threading.get_ident()  # others go on beside it
-    kept: list[tuple[ModuleType, str, Callable[..., Any]]] = [
+    kept: list[tuple[ModuleType | type, str, Callable[..., Any]]] = [
         (home, name, item)
         for home in MODULES
         for name, item in vars(home).items()
         if isinstance(item, type(time.time) | type(os.getenv)) and (item in CLOCKS or item in OUTSIDE)
     ]
     kept.append((numpy.random, "default_rng", numpy.random.default_rng))
+    kept += [(home, name, getattr(home, name)) for home, name in THREADS]
 
-    def guarded(home: ModuleType, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(home: ModuleType | type, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             seeded = name == "default_rng" and (args or kwargs) and (*args, *kwargs.values())[0] is not None
             frame = sys._getframe(1)
             if not seeded and threading.get_ident() == thread and is_user_file(frame.f_code.co_filename):
                 source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
                 try:
+                    if (home, name) in THREADS:
+                        _refuse(f"{source}: the step lets another thread work, which can't be followed.")
                     _refuse(f"{source}: the step calls {home.__name__}.{name}, whose answer is another one every time.")
                 except CaptureError as error:
                     note(error)
@@ -103,6 +109,11 @@ def refuse_impure(value: Any, source: str) -> None:
         clock, outside = CLOCKS.get(value), OUTSIDE.get(value)
     except TypeError:  # it has no hash
         return
+    if value in UNSEEN:
+        raise CaptureError(
+            f"{source}: the step looks at {UNSEEN[value]}, so that it can't be told which names it depends on.",
+            hint="name what the step needs in the line itself.",
+        )
     if clock is not None:
         _refuse(f"{source}: the step calls {clock}, whose answer is another one at every step.")
     if outside is not None:

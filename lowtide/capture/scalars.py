@@ -28,6 +28,7 @@ UNARY = {"neg": "neg", "pos": "pos"}
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ALWAYS_FLOAT = ("truediv",)
 TEXT = "turns a number into text that is known only when the step runs"
+LATER = "a number that is known only when the step runs"
 
 
 class ScalarNode:
@@ -94,7 +95,7 @@ class ScalarNode:
             return lambda other: _AnswerNode(self, name, other)
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *_: self.refuse(f"calls {name} on a number that is known only when the step runs")
+        return lambda *_: self.refuse(f"calls {name} on {LATER}")
 
     def _graph_repr(self) -> NoReturn:
         self.refuse(TEXT)
@@ -147,6 +148,11 @@ def refuse_data(what: str, where: str) -> NoReturn:
     if what == TEXT:
         raise CaptureError(
             f"{at}the step {what}.", hint="return the number from the step, and format it after the step."
+        )
+    if what.endswith(LATER):
+        raise CaptureError(
+            f"{at}the step {what}.",
+            hint="return the number from the step and do it after the step, or do it with tensor ops.",
         )
     raise CaptureError(
         f"{at}the step {what}, so its ops are not the same at every step.",

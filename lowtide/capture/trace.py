@@ -22,7 +22,7 @@ from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.stand_in import fake_like, stand_ins
-from lowtide.capture.world import World
+from lowtide.capture.world import ATOMS, World
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
 from lowtide.errors import CaptureError
 from lowtide.graph import Graph, Input, Kind, Output
@@ -179,6 +179,8 @@ class Trace:
             if isinstance(fake, FakeTensor):
                 name = "batch " + ".".join(map(str, path))
                 inputs.append(Input(self.recorder.add_input(fake, name, "batch"), path))
+        for leaf, name in self.objects():
+            self.world.see(leaf, name)
         batch, batch_world = self.batch_tree.build(fakes), World()
         batch_world.see(batch, "the batch")
         with contextlib.ExitStack() as followed:
@@ -209,7 +211,8 @@ class Trace:
                 f"the step changes its batch: {effect.place.name}.",
                 hint="copy the batch's lists and dicts in the step before you change them: batch = dict(batch).",
             )
-        assumptions = Assumptions(self.world, self.follower).of(self.step, self.model, self.optimizers)
+        assume = Assumptions(self.world, self.follower)
+        assumptions = assume.of(self.step, self.model, self.optimizers, self.objects())
         assumptions = assumptions.without({(id(self.slots[name].holder), self.slots[name].key) for name in rebound})
         found = self.deeds.done({id(slot.holder) for slot in self.slots.values()}, assumptions)
         guards = dataclasses.replace(
@@ -225,6 +228,12 @@ class Trace:
         for name in self.parameters:
             self.tensors[name].grad = None
         return Traced(captured, {name: gradient is not None for name, gradient in left.items()}, found.counted)
+
+    def objects(self) -> list[tuple[Any, str]]:
+        """What is in the batch besides tensors and plain values, with its name: it may change inside."""
+        found = zip(self.batch_tree.paths(), self.leaves, strict=True)
+        odd = [(path, leaf) for path, leaf in found if not isinstance(leaf, (torch.Tensor, *ATOMS))]
+        return [(leaf, "batch " + ".".join(map(str, path))) for path, leaf in odd]
 
     def _rebound(self) -> dict[str, torch.Tensor]:
         """The buffers in whose place the step put another tensor."""

@@ -11,6 +11,8 @@ import collections
 import copy
 import enum
 import functools
+import gc
+import operator
 import random
 import sys
 import weakref
@@ -20,6 +22,7 @@ from types import (
     BuiltinFunctionType,
     CellType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
 )
@@ -28,13 +31,29 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide.capture.caches import CACHED, Cache
 from lowtide.guards import MISSING, Effect, Place, content_of
+from lowtide.private import FakeTensor
 
 MANY = 1000  # items of a container that are looked into
 MOST = 30_000  # objects that are looked at from one name
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range, slice)
 # Modules of the standard library whose objects are plain data.
-STRUCTURES = ("types", "_thread", "argparse", "collections", "dataclasses", "configparser")
+STRUCTURES = (
+    *("types", "_thread", "argparse", "collections", "dataclasses", "configparser", "weakref", "_weakrefset", "queue"),
+    *("fractions", "string", "pathlib", "contextlib", "functools", "enum"),
+)
+LARGE = 65_536  # bytes of an array that are compared
+# What Python itself asks a class for, without a line that says so.
+SPECIAL = frozenset(name for name in vars(operator) if name.startswith("__")) | frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "get", "set", "delete", "getattr", "getattribute", "setattr", "len", "bool", "iter", "next", "float"),
+        *("int", "index", "complex", "hash", "str", "repr", "format", "enter", "exit", "round", "missing", "reversed"),
+        *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul", "torch_function", "new", "init"),
+        *("instancecheck", "subclasscheck", "class_getitem"),
+    )
+)
 LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins"}
 REGISTRIES = (
     "_modules",
@@ -66,6 +85,13 @@ class Held:
     ignored: tuple[str, ...] = ()  # attributes that others look after
 
 
+@dataclass
+class _Weak:
+    """On the way to an object by a weak reference."""
+
+    target: Any
+
+
 class World:
     """What was looked at, from the objects that a step was given and from the names that its code loaded."""
 
@@ -74,6 +100,9 @@ class World:
         self.seen: dict[int, Any] = {}  # every object that was looked at, kept alive so that its identity stays its own
         self.names: dict[tuple[int, str], tuple[Place, Any]] = {}  # global names, and what they stood for
         self.opaque: dict[int, str] = {}
+        self.marks: dict[int, dict[str, Any]] = {}  # of tensors: what users put on them
+        self.weak: dict[int, str] = {}  # objects that only weak references led to
+        self.caches: dict[int, Cache] = {}  # of functions
         self.generators: list[tuple[Any, Any, str]] = []  # of random numbers: their state before the step, and name
 
     def hold_name(self, home: dict[str, Any], name: str, file: str) -> Any:
@@ -87,7 +116,15 @@ class World:
         waiting, count = collections.deque(((value, name),)), 0
         while waiting:
             value, name = waiting.popleft()
-            if isinstance(value, ATOMS) or id(value) in self.seen:
+            if isinstance(value, ATOMS):
+                continue
+            if isinstance(value, _Weak):
+                value = value.target
+                if id(value) not in self.seen and not isinstance(value, type):
+                    self.weak[id(value)] = name
+            else:
+                self.weak.pop(id(value), None)
+            if id(value) in self.seen:
                 continue
             count += 1
             if count > MOST:
@@ -101,13 +138,23 @@ class World:
         if (parts := parts_of(value, name)) is not None:
             yield from parts
             return
+        if is_cached(value):
+            cache = self.caches[id(value)] = Cache(value, name)
+            yield from ((answer, f"what {name} keeps") for answer in cache.answers.values())
+            yield value.__wrapped__, name
+            return
         match value:
             case ModuleType():
                 yield from self._data_of(value)
+            case torch.Tensor():
+                if (attributes := getattr(value, "__dict__", None)) and not isinstance(value, FakeTensor):
+                    self.marks[id(value)] = attributes
+                    yield from self._object(None, attributes, name)
             case weakref.ref():
-                yield value(), name
+                if (target := value()) is not None:
+                    yield _Weak(target), name
             case enum.Enum():
-                yield value.value, f"{name}.value"
+                yield from self._object(value, value.__dict__, name)
             case random.Random() | numpy.random.Generator() | numpy.random.RandomState():
                 self.generators.append((value, generator_state(value), name))
             case torch.nn.Module():
@@ -116,13 +163,15 @@ class World:
                 yield from self._object(value, value.__dict__, name, without=("param_groups", "state", "defaults"))
             case dict():
                 before = content_of(value)
+                if isinstance(value, collections.defaultdict):
+                    yield value.default_factory, f"{name}.default_factory"
                 yield from self._hold(value, before, name, ((item, f"{name}[{key!r}]") for key, item in before.items()))
             case list() | collections.deque():
                 yield from self._hold(value, list(value), name, _numbered(value, name))
             case set() | bytearray() | array.array():
                 yield from self._hold(value, copy.copy(value), name, ())
             case numpy.ndarray():
-                if value.size <= MANY:
+                if value.nbytes <= LARGE:
                     self.held[id(value)] = Held(value, value.copy(), name)
                 else:
                     self.opaque[id(value)] = name
@@ -144,7 +193,8 @@ class World:
         before = dict(module.__dict__)
         self.held[id(module.__dict__)] = Held(module.__dict__, before, module.__name__, attributes=True)
         for key, item in before.items():
-            if not key.startswith("__") and not isinstance(item, (type, ModuleType)) and not callable(item):
+            data = not isinstance(item, (type, ModuleType)) and not callable(item)
+            if not key.startswith("__") and (data or is_cached(item)):
                 yield item, f"{module.__name__}.{key}"
 
     def _hold(
@@ -171,7 +221,7 @@ class World:
             yield type(value), type(value).__name__
 
     def _function(self, function: FunctionType, name: str) -> Iterator[tuple[Any, str]]:
-        if library(function.__module__ or ""):
+        if is_foreign(function):
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.seen[id(cell)] = cell
@@ -212,6 +262,8 @@ class World:
 
     def undo(self) -> None:
         """Put everything back."""
+        for cache in self.caches.values():
+            cache.undo()
         for held in self.held.values():
             if any(_differences(held)):
                 _restore(held)
@@ -288,11 +340,27 @@ def _restore(held: Held) -> None:
                     delattr(holder, key)
 
 
+def is_foreign(function: FunctionType) -> bool:
+    """Whether a function is a library's, and holds nothing of the user's, as those around decorated functions do."""
+    home = function.__module__ or ""
+    return library(home) and not (function.__closure__ and home in STRUCTURES)
+
+
+def is_cached(value: Any) -> bool:
+    """Whether this is a function with a cache; those of libraries are theirs, unless the user made one of theirs."""
+    if not isinstance(value, CACHED):
+        return False
+    home = sys.modules.get(value.__module__ or "")
+    return home is None or getattr(home, value.__name__, None) is not value or not library(value.__module__)
+
+
 def parts_of(value: Any, name: str) -> Iterable[tuple[Any, str]] | None:
     """What is in an object that always has the same parts, or none that we look at; None for all others."""
     match value:
-        case torch.Tensor() | BuiltinFunctionType():
+        case BuiltinFunctionType():
             return ()
+        case MappingProxyType():
+            return ((gc.get_referents(value)[0], name),)
         case tuple() | frozenset():
             return _numbered(value, name)
         case MethodType():
@@ -319,10 +387,18 @@ def generator_state(generator: Any) -> Any:
     return repr(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
 
 
+def entries_of(kind: type) -> dict[str, Any]:
+    """The mapping itself in which a class keeps what it defines."""
+    found: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
+    return found
+
+
 def own_names(kind: type) -> dict[str, Any]:
     """What a class itself defines, but for what Python and abstract classes keep there."""
     return {
-        key: item for key, item in kind.__dict__.items() if not key.startswith(("__", "_abc_")) or key == "__call__"
+        key: item
+        for key, item in kind.__dict__.items()
+        if not key.startswith(("__", "_abc_")) or (key in SPECIAL and isinstance(item, FunctionType))
     }
 
 

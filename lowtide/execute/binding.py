@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -17,8 +17,26 @@ from lowtide.execute.batch import Batch, is_settled, key_of
 from lowtide.execute.effects import repeat
 from lowtide.execute.stale import StaleError
 from lowtide.execute.tensors import Slots, States
-from lowtide.guards import APPLY, MISSING, Change, Comparison
+from lowtide.guards import APPLY, MISSING, Change, Comparison, Entry, Place
 from lowtide.watch import Watcher, same
+from lowtide.watch.quick import Quick
+
+
+class _Options:
+    """Parameter groups with their constant options and parameters, to be compared by identity."""
+
+    def __init__(self, groups: list[dict[str, Any]], constants: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = [*groups]
+        keys = [(group, key) for group, options in zip(groups, constants, strict=True) for key in ("params", *options)]
+        entries = [Entry(Place(group, key, str(key)), group[key]) for group, key in keys]
+        plain = all(type(group["params"]) is list for group in groups)
+        lists = [(group["params"], group["params"]) for group in groups] if plain else ()
+        self._quick = Quick(entries, lists=lists) if plain else None
+
+    def same(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether these are the same groups, and nothing in them was replaced."""
+        alike = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
+        return alike and self._quick is not None and self._quick.same()
 
 
 class Binding:
@@ -32,6 +50,8 @@ class Binding:
         self.drawn: list[Any] = []
         self.told = False  # the step's effects and new buffers are there before its end
         self.slots, self.states = Slots(captured), States(captured)
+        self.optimizers = captured.optimizers
+        self.options: _Options | None = None  # as they were when they were last looked at
         self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]
         self.comparisons = [one for one in captured.guards.comparisons if not one.draws]
         self.held: list[Any] | None = None  # the fixed inputs at their places
@@ -131,7 +151,7 @@ class Binding:
                 slot = captured.slots[str(output.path[0])]
                 slot.holder[slot.key] = tensor
         if self.updates:
-            for optimizer in captured.optimizers:
+            for optimizer in self.optimizers:
                 private.mark_stepped(optimizer)
         results, left = self.results(outputs)
         if not self.told:
@@ -172,7 +192,7 @@ class Binding:
                 continue
             name = "argument " + ".".join(map(str, self.leaf_paths[number]))
             if not isinstance(expected, TensorSpec):
-                if type(leaf) is not type(expected) or leaf != expected:
+                if not _alike(expected, leaf):
                     raise BatchError(
                         f"{name} is {leaf!r}, the step was captured with {expected!r}.",
                         hint="what is no tensor is a constant of the captured step; capture again for another one.",
@@ -200,13 +220,19 @@ class Binding:
                 )
         return leaves
 
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, as they are now."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups  # type: ignore[no-any-return]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def given(self, path: tuple[str | int, ...]) -> Any:
         """A number that the caller gives, as it is now."""
         if path[0] == "number":
             return self.captured.guards.numbers[int(path[1])].get()
         if path[0] == "draw":
             return self.drawn[int(path[1])]
-        option: Any = self.captured.groups[int(path[0])]
+        option: Any = self.groups()[int(path[0])]
         for part in path[1:]:
             option = option[part]
         return option
@@ -214,7 +240,26 @@ class Binding:
     def check_options(self) -> None:
         """Hyperparameters that are constants of the graph, and comparisons of those that are not, must be the same."""
         captured = self.captured
-        groups = captured.groups
+        groups = self.groups()
+        if self.options is None or not self.options.same(groups):
+            self.look_at_options(groups)
+            self.options = _Options(groups, captured.options)
+        for place in captured.guards.numbers:
+            if isinstance(place.get(), bool) or not isinstance(place.get(), (int, float)):
+                raise StaleError(f"{place.name} is no number any more.", hint="capture again.")
+        for comparison in self.comparisons:
+            if self.holds(comparison):
+                continue
+            name = comparison.show([place.name for place in captured.guards.numbers])
+            raise StaleError(
+                f"{name} makes the step take another path than at capture.",
+                hint="capture again.",
+                change=Change(name, f"{name} is otherwise than at capture"),
+            )
+
+    def look_at_options(self, groups: list[dict[str, Any]]) -> None:
+        """Raise a StaleError where the program does not fit the parameter groups."""
+        captured = self.captured
         if len(groups) != len(captured.options):
             raise StaleError(f"the optimizer has {len(groups)} parameter groups, at capture {len(captured.options)}.")
         for number, (group, options) in enumerate(zip(groups, captured.options, strict=True)):
@@ -228,18 +273,6 @@ class Binding:
                         f"{key!r} of parameter group {number} is {now!r}, at capture {option!r}.",
                         hint="only lr, momentum, betas and weight_decay may change between steps; capture again.",
                     )
-        for place in captured.guards.numbers:
-            if isinstance(place.get(), bool) or not isinstance(place.get(), (int, float)):
-                raise StaleError(f"{place.name} is no number any more.", hint="capture again.")
-        for comparison in self.comparisons:
-            if self.holds(comparison):
-                continue
-            name = comparison.show([place.name for place in captured.guards.numbers])
-            raise StaleError(
-                f"{name} makes the step take another path than at capture.",
-                hint="capture again.",
-                change=Change(name, f"{name} is otherwise than at capture"),
-            )
 
     def holds(self, comparison: Comparison) -> bool:
         """Whether a comparison has the answer that it had at capture."""
@@ -280,3 +313,15 @@ def _kind(leaf: Any) -> tuple[Any, ...] | None:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride()
     return None
+
+
+def _alike(expected: Any, leaf: Any) -> bool:
+    """Whether something in the batch that is no tensor may stand for what the step was captured with."""
+    if same(expected, leaf):
+        return True
+    if type(leaf) is not type(expected) or isinstance(leaf, numpy.ndarray):
+        return False
+    inside = [
+        getattr(one, "__dict__", {}) for one in (expected, leaf)
+    ]  # a comparison of the user's may not know it all
+    return bool(leaf == expected) and same(*inside)

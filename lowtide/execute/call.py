@@ -13,6 +13,7 @@ from lowtide.execute.away import Away
 from lowtide.execute.binding import Binding
 from lowtide.execute.failure import failed, let_go
 from lowtide.execute.lessons import Lessons
+from lowtide.execute.timings import Stopwatch
 from lowtide.program import Program
 
 
@@ -23,19 +24,19 @@ class Call:
         self._graph, self._program = binding.captured.graph, program
         self._binding, self._arrangement, self._away = binding, arrangement, away
         self._stack = ExitStack()
-        self._cursor = array("q", [len(program.instructions)])  # the instruction that runs; so far, none
+        self.cursor = array("q", [len(program.instructions)])  # the instruction that runs; so far, none
         self._state: bytes | None = None  # of the generator before the step
         self._stepping: Stepping | None = None
 
-    def begin(self, function: Callable[..., Any], inputs: list[Any]) -> Any:
-        """Call the program's function; what it makes goes where it is arranged."""
-        self._stepping = self._arrangement.begin(self._stack, self._cursor)
+    def begin(self, function: Callable[..., Any], inputs: list[Any], watch: Stopwatch | None = None) -> Any:
+        """Call the program's function; what it makes goes where it is arranged. A watch is told what begins when."""
+        self._stepping = self._arrangement.begin(self._stack, self.cursor)
         generator = self._arrangement.device.generator()
         if self._graph.random:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = self._away.begin(self._stack, inputs)
         self._binding.take_gradients()
-        return function(inputs, generator, stored, self._cursor)
+        return function(inputs, generator, stored, watch or self.cursor)
 
     def hand_over(self) -> bytes | None:
         """Let the caller's code go on: what it allocates is not the step's, and what was drawn is not put back.
@@ -60,7 +61,7 @@ class Call:
         """Let go of all that it holds, and raise an error that says how far it came, unless this one says it."""
         let_go(error)
         self.close()
-        reached = self._cursor[0] if self._cursor[0] < len(self._program.instructions) else -1
+        reached = self.cursor[0] if self.cursor[0] < len(self._program.instructions) else -1
         failed(self._graph, self._program, reached, error, self._state)
 
     def teach(self, lessons: Lessons) -> None:

@@ -17,6 +17,7 @@ from lowtide.execute.binding import Binding
 from lowtide.execute.call import Call
 from lowtide.execute.lessons import Lessons
 from lowtide.execute.source import generate
+from lowtide.execute.timings import Timings
 from lowtide.program import Program
 
 
@@ -46,6 +47,7 @@ class Runner:
         self.away = Away(graph, program, counted, self.device, folder)  # what its steps have in other places
         self.lessons = Lessons(graph, program, counted, self.away.staging)  # what its steps taught
         self.arrangement = Arrangement(self.device, program.arena, self.lessons)  # where its steps allocate
+        self.timings = Timings(program, self.device)  # what its steps and ops take
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
@@ -53,11 +55,13 @@ class Runner:
 
     def run(self, batch: Batch) -> Any:
         """The same, on a batch that is taken apart already."""
+        settled, begun = self.lessons.tape is not None, self.device.clock()
         inputs = self.binding.take(batch)
         call = self.call()
+        watch = self.timings.watch(call.cursor) if settled else None
         try:
             with private.below_autograd():
-                outputs = call.begin(self.function, inputs)
+                outputs = call.begin(self.function, inputs, watch)
             call.close()
             result = self.binding.leave(outputs)
         except BaseException as error:
@@ -65,6 +69,9 @@ class Runner:
             call.fail(error)
             raise
         call.teach(self.lessons)
+        if settled:
+            self.device.synchronise()
+            self.timings.note(self.device.clock() - begun, watch)
         return result
 
     def call(self) -> Call:

@@ -154,7 +154,9 @@ class Fitted:
         graph = self.captured.graph
         summary = report.summarize(graph, fit.costs, fit.plan, eager_peak=fit.eager_peak)
         resident = sum(one.runner.away.resident for one in self._fits)
-        measured = report.Measured(self.peak, self.arena_bytes, self.mismatches, len(self._kept), resident)
+        measured = report.Measured(
+            self.peak, self.arena_bytes, self.mismatches, len(self._kept), fit.runner.timings.step, resident
+        )
         text = report.show_fitted(summary, measured)
         return text if fit.chunks == 1 else f"{text}\n{ROUNDING} ({fit.chunks} chunks)."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide import device as devices
 from lowtide import report
-from lowtide.budget import read_budget
+from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Choice, choose, eager_peak, given, judged
@@ -18,10 +18,12 @@ from lowtide.execute import Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import measure, roofline, with_lanes
+from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
+
+SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
 
@@ -89,6 +91,16 @@ class Maker:
         made = self._bind(captured, found, costs, fit.eager_peak, fit.chunks)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
         return made
+
+    def correct(self, fit: Fit) -> bool:
+        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
+        seconds = fit.runner.timings.ops
+        if seconds is None:
+            return False
+        left = allowance()
+        if fit.costs.origin == "measured" and (left is None or left > SPARE):
+            correct(fit.runner.captured.graph, fit.costs, seconds)
+        return True
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
         runner = execute(captured, found.program, costs.nbytes, folder=self._request.offload_dir)

@@ -45,6 +45,7 @@ class Pressure:
         self.state = State.NEW
         self.limit = maker.budget  # bytes that a step may hold; None: there is none, or it was given up
         self._maker = maker
+        self._corrected: Fit | None = None  # whose ops' prices were compared with what they take
         self._shrunk = 0  # times that there was no memory for its arena
         self._tightened = 0  # times that it held more than the limit
 
@@ -67,6 +68,8 @@ class Pressure:
 
         Where ops have larger temporaries than was known, that is what the new plan counts with; else it aims lower.
         """
+        if self._corrected is not self.fit and self._maker.correct(self.fit):
+            self._corrected = self.fit
         limit, most = self.limit, self.fit.runner.lessons.most
         if limit is None or most is None or most <= limit:
             return

@@ -1,4 +1,4 @@
-"""Graph -> Costs: each distinct op once, alone, in a process of its own."""
+"""Graph -> Costs: each distinct op once, as a step would find it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,27 +27,29 @@ from lowtide.measure.book import Book
 from lowtide.measure.lanes import measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
+from lowtide.measure.surroundings import surroundings
 
-__all__ = ["measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = ["correct", "measure", "measure_lanes", "roofline", "with_lanes"]
 
 PATIENCE = 300  # seconds after which a call is given up
+RIGHT = 0.01  # of a step: prices that are off by less are not corrected
 
 
-def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None, cache: bool = True) -> Costs:
-    """Measure every distinct op of the graph; what cannot be measured is estimated, and noted."""
-    specimens: dict[str, dict[str, Any]] = {}
-    keys: list[str | None] = []
-    for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator.") or op.target == kernels.TURN:
-            keys.append(None)
-            continue
-        cut = specimen(graph, index)
-        key = files.digest(cut)
-        specimens[key] = cut
-        keys.append(key)
+def measure(
+    graph: Graph,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    cache: bool = True,
+    corrected: bool = True,
+) -> Costs:
+    """Measure every distinct op of the graph; what cannot be measured is estimated, and noted.
+
+    Where steps have corrected a price (see `correct`), that is the one, unless it is not wanted.
+    """
+    keys, specimens = _specimens(graph)
     where = device.of(graph.device)
     metered = where.missing() is None
-    book = Book([where.model(), graph.device, metered, *_how()]) if cache else None
+    book = _book(graph) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
     missing = [key for key in specimens if key not in answers]
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
@@ -54,14 +58,52 @@ def measure(graph: Graph, *, progress: Callable[[int, int], None] | None = None,
             progress(done + 1, len(missing))
     if book is not None and missing:
         book.add({key: answers[key] for key in missing if "error" not in answers[key]})
-    costs = _costs(graph, where, keys, answers)
+    costs = _costs(graph, where, keys, answers, corrected=corrected)
     if metered:
         return costs
     note = "temporaries inside ops are not in these costs: lowtide's meter could not be built here."
     return dataclasses.replace(costs, notes=(note, *costs.notes))
 
 
-def _costs(graph: Graph, where: Device, keys: list[str | None], answers: dict[str, dict[str, Any]]) -> Costs:
+def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
+    """Keep what ops took in real steps, for all that is measured from now on; `costs` are the prices that they had."""
+    total = sum(seconds.values())
+    if abs(sum(costs.seconds[op] for op in seconds) - total) <= RIGHT * total:
+        return
+    keys, _ = _specimens(graph)
+    seen: defaultdict[str, list[float]] = defaultdict(list)
+    for op, taken in seconds.items():
+        if (key := keys[op]) is not None:
+            seen[key].append(taken)
+    book = _book(graph)
+    known = {key: book.answers[key] for key in seen if key in book.answers}
+    book.add({key: {**answer, "in_step": fmean(seen[key])} for key, answer in known.items()})
+
+
+def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]]]:
+    """For each op the key of its specimen, None where there is nothing to measure; and the specimens."""
+    specimens: dict[str, dict[str, Any]] = {}
+    keys: list[str | None] = []
+    around = surroundings(graph)
+    for index, op in enumerate(graph.ops):
+        if op.target.startswith("operator.") or op.target == kernels.TURN:
+            keys.append(None)
+            continue
+        cut = {**specimen(graph, index), **around[index]}
+        key = files.digest(cut)
+        specimens[key] = cut
+        keys.append(key)
+    return keys, specimens
+
+
+def _book(graph: Graph) -> Book:
+    where = device.of(graph.device)
+    return Book([where.model(), graph.device, where.missing() is None, *_how()])
+
+
+def _costs(
+    graph: Graph, where: Device, keys: list[str | None], answers: dict[str, dict[str, Any]], *, corrected: bool
+) -> Costs:
     """Put the answers where their ops and values are."""
     estimate = roofline(graph)
     seconds, nbytes = list(estimate.seconds), list(estimate.nbytes)
@@ -76,7 +118,9 @@ def _costs(graph: Graph, where: Device, keys: list[str | None], answers: dict[st
         if "error" in answer:
             failures[op.target] = answer["error"]
             continue
-        seconds[index], extra[index], inside[index] = answer["seconds"], answer["extra"], answer["inside"]
+        in_step = answer.get("in_step") if corrected else None
+        seconds[index] = answer["seconds"] if in_step is None else in_step
+        extra[index], inside[index] = answer["extra"], answer["inside"]
         for value, size in zip(op.outputs, answer["outputs"], strict=True):
             if value is not None and size is not None and graph.maker[value] == index:
                 nbytes[value] = size
@@ -166,7 +210,7 @@ def _end(process: subprocess.Popen[str]) -> int:
 
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures, and our own kernels."""
-    here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py")]
+    here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py")]
     return [
         path.read_text(encoding="utf-8") for path in (*here, Path(scratch.__file__), Path(own.__file__), own.SOURCE)
     ]

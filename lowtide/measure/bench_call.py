@@ -6,8 +6,10 @@ from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,18 +24,23 @@ from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
 LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
+CHILLS = 15  # repetitions of a call that does nearly nothing
+PAGE = 2**12  # bytes
+PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
 
 
 class Call:
     """A specimen with tensors made for it."""
 
-    def __init__(self, specimen: dict[str, Any]) -> None:
+    def __init__(self, specimen: dict[str, Any], *, placed: bool = False) -> None:
         self.specimen = specimen
         self.place = torch.device(specimen["device"])
         self.device = device.of(specimen["device"])
         self.function = kernels.kernel(specimen["target"], self.device.own_kernel)
         self.single = kernels.returns_one(specimen["target"])
         self.tensors = [self._make(item) for item in specimen["tensors"]]
+        if placed:
+            self._place()
         self.bind()
 
     def bind(self) -> None:
@@ -62,6 +69,28 @@ class Call:
         # Integers are taken as indices, of which only 0 is always right; numbers between 0 and 1 suit every float op.
         return tensor.uniform_() if tensor.dtype.is_floating_point else tensor.zero_()
 
+    def _place(self) -> None:
+        """Move what a step makes into an arena, as in a planned step: its pages are other ones than the heap's."""
+        yours = self.specimen.get("yours", ())
+        moved = {
+            place: tensor.untyped_storage().nbytes()
+            for place, (tensor, item) in enumerate(zip(self.tensors, self.specimen["tensors"], strict=True))
+            if isinstance(item, list) and place not in yours and tensor.untyped_storage().nbytes() >= PLACED
+        }
+        if not moved:
+            return
+        ends = list(accumulate((-(-nbytes // PAGE) * PAGE for nbytes in moved.values()), initial=0))
+        tape, arena = Tape(range(len(moved) + 1), list(moved.values()), ends[:-1]), Arena(ends[-1])
+        cursor = array("q", [0])
+        with self.device.stepping(cursor, tape, arena):
+            for number, place in enumerate(moved):
+                cursor[0] = number
+                tensor = self.tensors[place]
+                self.tensors[place] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                    tensor
+                )
+        arena.close()  # once the last tensor in it is gone
+
     def _argument(self, arg: Arg) -> Any:
         match arg:
             case Read(place, None):
@@ -82,7 +111,7 @@ class Call:
 
 def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     """Measure one specimen; without a meter its temporaries stay unknown, and nothing is certified."""
-    call = Call(specimen)
+    call = Call(specimen, placed=metered)
     code = _code()
     call.run()  # the first call may allocate for good, or choose a kernel, or compile one
     code = max(0, _code() - code)
@@ -92,7 +121,7 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     pairs = _sits_on(call, room.extra) if room is not None and not specimen["written"] else []
     extra, inside = (room.extra, room.inside) if room is not None else (0, 0)
     return {
-        "seconds": _seconds(call.device, call.run, room),
+        "seconds": _seconds(call, room),
         "extra": extra,
         "inside": inside,
         "outputs": fresh,
@@ -146,26 +175,91 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else item.untyped_storage().nbytes()
 
 
-def _seconds(where: Device, function: Callable[[], Any], room: Room | None) -> float:
-    """The least time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
-    cursor = array("q", [0])
+def _seconds(call: Call, room: Room | None) -> float:
+    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
+    cursor, where = array("q", [0]), call.device
+    before = Before.of(call)
     with ExitStack() as stack:
         if room is not None and room.arena:
-            tape = Tape([0, len(room.nbytes), 2 * len(room.nbytes)], 2 * room.nbytes, 2 * room.offset)
+            count = len(room.nbytes)
+            tape = Tape([0, count, 2 * count, 2 * count], 2 * room.nbytes, 2 * room.offset)
             arena = Arena(room.arena)
             stack.callback(arena.close)
             stack.enter_context(where.stepping(cursor, tape, arena))
-            function()  # touches the pages
-        best, spent, runs = float("inf"), 0.0, 0
-        while runs < LEAST or (spent < BUDGET and runs < MOST):
-            cursor[0] = 1 - cursor[0]  # another instruction, with the same places
-            where.synchronise()
-            start = where.clock()
-            function()
-            where.synchronise()
-            took = where.clock() - start
-            best, spent, runs = min(best, took), spent + took, runs + 1
-    return best
+            cursor[0] = 1
+            call.run()  # touches the pages
+        times: list[float] = []
+        warm: list[float] = []
+        begun = where.clock()
+        while len(times) < LEAST or (where.clock() - begun < BUDGET and len(times) < MOST):
+            cursor[0] = 2  # an instruction without places
+            before.happen()
+            cursor[0] = 0
+            times.append(_clocked(where, call.run))
+            cursor[0] = 1  # another instruction, with the same places
+            warm.append(_clocked(where, call.run))
+    return max(min(warm), median(times) - _chill(call.specimen["device"], sum(before.swept)))
+
+
+def _clocked(where: Device, function: Callable[[], Any]) -> float:
+    where.synchronise()
+    start = where.clock()
+    function()
+    where.synchronise()
+    return where.clock() - start
+
+
+class Before:
+    """What other ops do before a call: as many bytes as in a step go through the caches after each of its tensors."""
+
+    def __init__(self, tensors: list[torch.Tensor], swept: list[int], place: torch.device) -> None:
+        self.tensors = tensors  # in the order in which they are touched
+        self.swept = swept  # bytes before each of them, and in the end
+        self._others = torch.zeros(max(1, max(swept) // 8), dtype=torch.int64, device=place)
+        self._at = 0  # of the others
+
+    @classmethod
+    def of(cls, call: Call) -> Before:
+        """What a specimen says; nothing where it says nothing."""
+        since = call.specimen.get("since", ())
+        known = [(nbytes, _whole(tensor)) for nbytes, tensor in zip(since, call.tensors, strict=False)]
+        order = sorted(((n, tensor) for n, tensor in known if tensor is not None), key=lambda item: -item[0])
+        bytes_ = [max((call.specimen.get("room", 0), *since)), *(nbytes for nbytes, _ in order), 0]
+        return cls([tensor for _, tensor in order], [more - less for more, less in pairwise(bytes_)], call.place)
+
+    def happen(self) -> None:
+        """Touch the tensors in turn, and others between them."""
+        for tensor, nbytes in zip_longest(self.tensors, self.swept):
+            self._sweep(nbytes // 8)
+            if tensor is not None:
+                tensor.bitwise_or_(0)
+
+    def _sweep(self, count: int) -> None:
+        if self._at + count > len(self._others):
+            self._at = 0
+        self._others[self._at : self._at + count].add_(1)
+        self._at += count
+
+
+@cache
+def _chill(name: str, nbytes: int) -> float:
+    """The seconds that any call takes longer after so many bytes: code and tables, which a step uses all the time."""
+    where, least = device.of(name), torch.zeros(8, device=name)
+    before = Before([], [nbytes], least.device)
+    times: list[tuple[float, float]] = []
+    for _ in range(CHILLS):
+        before.happen()
+        cold = _clocked(where, least.neg)
+        times.append((cold, _clocked(where, least.neg)))
+    return max(0.0, median(cold for cold, _ in times) - median(warm for _, warm in times))
+
+
+def _whole(tensor: Any) -> torch.Tensor | None:
+    """All bytes of a tensor's storage, as numbers that no bit is special in."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _sits_on(call: Call, extra: int) -> list[list[int]]:

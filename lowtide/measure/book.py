@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide import files
 from lowtide.files.cache import own_folder, read_own, trim
-from lowtide.files.shapes import Misshapen, amount, many, maybe, record, row, text, whole
+from lowtide.files.shapes import Absent, Misshapen, amount, many, maybe, record, row, text, whole
 
 Answer = dict[str, Any]
 
@@ -20,6 +20,7 @@ ANSWER = record(
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),
         "code": whole(),
+        "in_step": Absent(amount, None),  # seconds as steps saw them
     }
 )
 ENTRY = record({"answer": ANSWER, "sha256": text})
@@ -33,8 +34,11 @@ class Book:
         self.answers: dict[str, Answer] = self._read()
 
     def add(self, answers: Mapping[str, Answer]) -> None:
-        """Write new answers beside those that are there now; a folder that cannot be written is no failure."""
-        found = {**self._read(), **answers}
+        """Write new answers beside those that are there now; a folder that cannot be written is no failure.
+
+        Nor is a file that can't be read just now a reason to lose what was in it.
+        """
+        found = {**self.answers, **self._read(), **answers}
         try:
             entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
             files.write_atomically(self.path, json.dumps(entries, allow_nan=False), mode=0o600)

@@ -42,6 +42,13 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
     )
 
 
+def traffic(graph: Graph) -> list[int]:
+    """For each op the bytes that it reads and writes."""
+    work = _Work(graph)
+    known = [not (op.target.startswith("operator.") or op.target == kernels.TURN) for op in graph.ops]
+    return [work.traffic(index) if counts else 0 for index, counts in enumerate(known)]
+
+
 def _pairs(graph: Graph, index: int) -> tuple[tuple[int, int], ...]:
     op = graph.ops[index]
     if op.target not in ELEMENTWISE or op.outputs[0] is None:

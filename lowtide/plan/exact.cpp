@@ -254,7 +254,7 @@ template <int W> class Search {
     return found;
   }
 
-  // The bytes of results that sit on arguments which die here, paired greedily as in search.cpp.
+  // The bytes of results that sit on arguments which die here, paired greedily as in lives.hpp.
   Int saving(Int m, const Set<W> &after) {
     Int total = 0;
     paired.clear();

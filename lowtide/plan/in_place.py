@@ -1,6 +1,6 @@
 """In place: which results may take the bytes of which arguments, and which do where some of these die.
 
-The one definition of both; search.cpp and exact.cpp have a twin of `paired` each, and tests hold them to this one.
+The one definition of both; lives.hpp and exact.cpp have a twin of `paired` each, and tests hold them to this one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ INTS, REALS, FLAGS = ctypes.POINTER(INT), ctypes.POINTER(REAL), ctypes.POINTER(c
 
 
 class _Problem(ctypes.Structure):
-    """The struct of the same name in search.cpp."""
+    """The struct of the same name in problem.hpp."""
 
     _fields_ = [
         ("ops", INT),

@@ -33,8 +33,8 @@ TRIES = 300  # at most
 POOL = 6  # sequences with low peaks that are tried again
 LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
 RATES = (0.05, 1.0, 0.3)  # seconds that a second of copying is held to cost, where there are copies
-HEATS = ((6, 0.25), (2, 0.55))  # of a race: how many run, and their share of the work
-HEAT = 0.004  # of the step: how much slower a sequence may become at first
+STAGES = ((6, 0.25), (2, 0.55))  # of a race: how many run, and their share of the work
+TEMPERATURE = 0.004  # of the step: how much slower a sequence may become at first
 
 
 def shave(
@@ -145,7 +145,7 @@ def recompute(
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)
-    for number, (among, share) in enumerate(HEATS if library() is not None else ()):
+    for number, (among, share) in enumerate(STAGES if library() is not None else ()):
         if min(runner.seconds for runner in field) > enough:
             field = race.run(_ahead(field, among), share, number)
     return min(field, key=lambda runner: runner.seconds).sequence
@@ -219,7 +219,7 @@ class _Race:
         return after
 
     def _search(self, start: Ints, work: int, lane: int) -> Ints:
-        """Search with a cooling heat, in slices; all of the work, unless the clock stops it."""
+        """Search at a falling temperature, in slices; all of the work, unless the clock stops it."""
         problem, inner, room = self.problem, library(), max(len(start) * GROWTH, 4000)
         assert inner is not None
         now, best = np.zeros(room, np.int64), np.zeros(room, np.int64)
@@ -239,8 +239,8 @@ class _Race:
                     self.smallest,
                     (self.seed * 1000 + lane) * SLICES + part,
                     work // SLICES,
-                    HEAT * (1 - part / SLICES),
-                    HEAT * (1 - (part + 1) / SLICES),
+                    TEMPERATURE * (1 - part / SLICES),
+                    TEMPERATURE * (1 - (part + 1) / SLICES),
                 )
             )
         return best[: lengths[1]].copy()

@@ -43,13 +43,10 @@ class BatchReport:
         for way, meaning in WAYS.items():
             size = self.sizes.largest[way]
             times = f"{size / eager:.1f} times eager's" if size and eager and way != "eager" else ""
-            rows.append([way, NOTHING if size is None else f"{size:,}", times, meaning])
-        yield Table("lrrs", rows, (), ("bold", "bold", "", "dim"), 2)
-        knee = self.sizes.knee
-        if knee is None:
-            yield Text("\nNo batch fits: give a larger budget.", style="bold")
-        else:
-            yield Text(f"\nUse a batch of {knee}: larger ones are at most 5% quicker an example.", style="bold")
+            speed = NOTHING if size is None else f"{self.sizes.throughput(size, way):.1f} a second"
+            rows.append([way, NOTHING if size is None else f"{size:,}", times, speed, meaning])
+        yield Table("lrrrs", rows, (), ("bold", "bold", "", "", "dim"), 2)
+        yield Text(f"\nUse a batch of {self.sizes.knee}: larger ones are at most 5% quicker an example.", style="bold")
 
     def _rows(self, width: int) -> Iterator[list[str]]:
         throughputs = [size.throughput(size.plan) or 0.0 for size in self.sizes.points]

@@ -22,6 +22,7 @@ class Measured:
     arena: int  # bytes
     mismatches: int  # allocations that did not come as planned
     shapes: int  # of batches that were planned
+    seconds: float | None = None  # of a step; None: not yet
     resident: int = 0  # bytes of offload files that are in memory now
 
 
@@ -31,12 +32,18 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
     off = "no step has run in the arena yet" if measured.peak is None else ""
     if measured.peak is not None:
         off = f"the prediction is off by {show_difference(measured.peak, summary.peak)}"
+    took, wrong = "-", ""
+    if measured.seconds is not None:
+        took = show_seconds(measured.seconds)
+        wrong = f"the prediction is off by {summary.seconds / measured.seconds - 1:+.1%}"
     rows = [
         ("budget", "-" if summary.budget is None else show_bytes(summary.budget), ""),
         ("predicted peak", show_bytes(summary.peak), f"{show_bytes(summary.stays)} stays between steps"),
         ("metered peak", peak, off),
         ("arena", show_bytes(measured.arena), "one block, kept between steps"),
         ("eager, predicted", show_bytes(summary.eager_peak), ""),
+        ("predicted step", show_seconds(summary.seconds), ""),
+        ("measured step", took, wrong),
         ("overhead", show_overhead(summary.overhead), f"the bound is {show_overhead(summary.bound)}"),
         ("runs", f"{summary.runs:,}", f"of {summary.ops:,} ops; planned in {show_seconds(summary.planning_seconds)}"),
     ]

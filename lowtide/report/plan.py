@@ -84,6 +84,11 @@ class Summary:
     rewrites: tuple[Rewrite, ...] = ()  # that changed the captured step before it was planned
 
     @property
+    def seconds(self) -> float:
+        """The seconds of a step, predicted."""
+        return self.base_seconds * (1 + self.overhead)
+
+    @property
     def gap(self) -> float:
         """How far the overhead may be from the least possible, as the same fraction."""
         return self.overhead - self.bound

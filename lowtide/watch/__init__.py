@@ -19,6 +19,7 @@ import torch
 from lowtide.guards import MISSING, Change, Content, Entry, Guards, Names, Place, content_of, keys_of
 from lowtide.watch.around import NAMES, surroundings
 from lowtide.watch.quick import Quick
+from lowtide.watch.tensors import Rows, kind_of, library
 
 __all__ = ["NAMES", "Watcher", "same", "surroundings"]
 
@@ -34,6 +35,7 @@ class Watcher:
         self._names = list(guards.names)
         self._contents = list(guards.contents)
         self._around = guards.around
+        self._rows: Rows | None = None  # of tensors, as they were when they were last looked at
         self._arrange()
 
     def changed(self) -> Change | None:
@@ -43,11 +45,20 @@ class Watcher:
             for name, now, then in zip(NAMES, around, self._around, strict=True):
                 if now != then:
                     return Change(name, f"{name} is {now!r}, at capture {then!r}")
+        for reference, name in self.guards.weak:
+            if reference() is None:
+                return Change(name, f"{name} leads to nothing any more")
         while not self._quick.same():
             change = self._look()
             if change is not None:
                 return change
             self._arrange()
+        if self.guards.tensors and (self._rows is None or not self._rows.same()):
+            for one in self.guards.tensors:
+                if kind_of(one.tensor) != one.kind:
+                    return Change(one.name, f"{one.name} has other sizes, strides or dtype than at capture")
+            tensors = [one.tensor for one in self.guards.tensors]
+            self._rows = None if (found := library()) is None else Rows(found, tensors, [False] * len(tensors))
         for content in self._contents:
             if not _same_content(content):
                 return Change(content.name, f"the content of {content.name} changed")
@@ -146,7 +157,9 @@ def _changed(entry: Entry, now: Any) -> Change:
         return Change(place.name, f"{place.name} was deleted")
     numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in (was, now))
     plain = all(item is None or item is MISSING or isinstance(item, (bool, int, float, str)) for item in (was, now))
-    what = f"is {now!r}, at capture {was!r}" if plain else f"is another {type(now).__name__} than at capture"
+    kind = type(now).__name__
+    other = "one" if kind.startswith("_") else kind
+    what = f"is {now!r}, at capture {was!r}" if plain else f"is another {other} than at capture"
     return Change(place.name, f"{place.name} {what}", place if numbers else None)
 
 

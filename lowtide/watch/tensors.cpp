@@ -40,10 +40,12 @@ template <class Take> bool look(const void* object, Int words, Int address, bool
   return true;
 }
 
+// Rows of addresses and numbers that Python keeps.
 struct Tensors {
   const void* const* objects;
   const std::uint8_t* gradients;  // whether it counts that there is one
   Int count, words, address;
+  Int* numbers;  // what is known of them
 
   template <class Take> bool all(Take take) const noexcept {
     try {
@@ -56,43 +58,50 @@ struct Tensors {
   }
 };
 
+struct State {
+  Int count;  // of parameters, each with a mapping of its own
+  void *const *owners, *const *inside;
+  const Int* starts;  // of each parameter's tensors, and the end of the last one's
+  void *const *keys, *const *tensors;
+  const Int* places;  // in the list
+};
+
 }  // namespace
 
 extern "C" {
 
 // Write the rows of all tensors. Returns how many numbers they have, or -1 where they can't be told or have no room.
-Int lowtide_tensors_note(const void* const* objects, const std::uint8_t* gradients, Int count, Int words, Int address,
-                         Int* numbers, Int room) {
+Int lowtide_tensors_note(const Tensors* tensors, Int room) {
   Int written = 0;
-  const bool told = Tensors{objects, gradients, count, words, address}.all([&](Int number) {
+  const bool told = tensors->all([&](Int number) {
     if (written == room) return false;
-    numbers[written++] = number;
+    tensors->numbers[written++] = number;
     return true;
   });
   return told ? written : -1;
 }
 
 // Whether the rows of all tensors are these.
-Int lowtide_tensors_same(const void* const* objects, const std::uint8_t* gradients, Int count, Int words, Int address,
-                         const Int* numbers) {
-  return Tensors{objects, gradients, count, words, address}.all([&](Int number) { return number == *numbers++; });
+Int lowtide_tensors_same(const Tensors* tensors) {
+  const Int* numbers = tensors->numbers;
+  return tensors->all([&](Int number) { return number == *numbers++; });
 }
 
 // Whether a mapping has these items, by identity and in this order, and each of these mappings inside has these tensors
 // at these keys; each is put into the list at its place. Nothing but the keys and the list needs to be alive.
-Int lowtide_state_take(void* mapping, void* const* owners, void* const* inside, const Int* starts, Int count,
-                       void* const* keys, void* const* tensors, const Int* places, void* list) {
-  if (PyDict_Size(mapping) != count) return 0;
+Int lowtide_state_take(const State* state, void* mapping, void* list) {
+  if (PyDict_Size(mapping) != state->count) return 0;
   std::intptr_t place = 0;
   void *owner = nullptr, *entries = nullptr;
-  for (Int k = 0; k < count; ++k) {
-    if (!PyDict_Next(mapping, &place, &owner, &entries) || owner != owners[k] || entries != inside[k]) return 0;
-    for (Int i = starts[k]; i < starts[k + 1]; ++i) {
-      void* now = PyDict_GetItemWithError(entries, keys[i]);
+  for (Int k = 0; k < state->count; ++k) {
+    if (!PyDict_Next(mapping, &place, &owner, &entries) || owner != state->owners[k] || entries != state->inside[k])
+      return 0;
+    for (Int i = state->starts[k]; i < state->starts[k + 1]; ++i) {
+      void* now = PyDict_GetItemWithError(entries, state->keys[i]);
       if (now == nullptr) PyErr_Clear();
-      if (now == nullptr || now != tensors[i]) return 0;
+      if (now == nullptr || now != state->tensors[i]) return 0;
       Py_IncRef(now);
-      PyList_SetItem(list, places[i], now);
+      PyList_SetItem(list, state->places[i], now);
     }
   }
   return 1;

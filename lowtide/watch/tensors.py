@@ -20,11 +20,10 @@ from lowtide.allocator.build import torch_build, torch_flags
 SOURCE = Path(__file__).with_name("tensors.cpp")
 PLAIN = 6  # numbers of a row beside the words of the object, sizes and strides
 _ADDRESS, _INT = ctypes.c_void_p, ctypes.c_int64
-_TENSORS = [_ADDRESS, _ADDRESS, _INT, _INT, _INT, _ADDRESS]
 SIGNATURES: native.Signatures = {
-    "lowtide_tensors_note": ([*_TENSORS, _INT], _INT),
-    "lowtide_tensors_same": (_TENSORS, _INT),
-    "lowtide_state_take": ([_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, *[_ADDRESS] * 4], _INT),
+    "lowtide_tensors_note": ([_ADDRESS, _INT], _INT),
+    "lowtide_tensors_same": ([_ADDRESS], _INT),
+    "lowtide_state_take": ([_ADDRESS] * 3, _INT),
 }
 
 
@@ -43,12 +42,13 @@ class Rows:
         room = sum(words + PLAIN + 2 * tensor.dim() for tensor in tensors)
         self._arrays = array("q", map(id, tensors)), array("b", gradients), array("q", bytes(8 * room))
         objects, asked, numbers = (one.buffer_info()[0] for one in self._arrays)
-        self._arguments = (objects, asked, len(tensors), words, address, numbers)
-        self._told = library.lowtide_tensors_note(*self._arguments, room) >= 0
+        self._block = array("q", (objects, asked, len(tensors), words, address, numbers))
+        self._address = self._block.buffer_info()[0]
+        self._told = library.lowtide_tensors_note(self._address, room) >= 0
 
     def same(self) -> bool:
         """Whether nothing changed."""
-        return self._told and bool(self._library.lowtide_tensors_same(*self._arguments))
+        return self._told and bool(self._library.lowtide_tensors_same(self._address))
 
 
 class State:
@@ -72,15 +72,15 @@ class State:
         items = [list(map(id, part)) for part in (optimizer.state.keys(), optimizer.state.values())]
         numbers = (*items, starts, list(map(id, self._keys)), list(map(id, tensors)), places)
         self._arrays = [array("q", part) for part in numbers]
-        owners, inside, offsets, *rest = (one.buffer_info()[0] for one in self._arrays)
-        self._arguments = (owners, inside, offsets, len(items[0]), *rest)
+        self._block = array("q", (len(items[0]), *(one.buffer_info()[0] for one in self._arrays)))
+        self._address = self._block.buffer_info()[0]
 
     def take(self, into: list[Any]) -> bool:
         """Put each tensor into its place of the list; False where one is not as it was, or not where it was."""
         state = self._optimizer.state
         if not isinstance(state, dict):
             return False
-        found = self._library.lowtide_state_take(id(state), *self._arguments, id(into))
+        found = self._library.lowtide_state_take(self._address, id(state), id(into))
         return bool(found) and self._rows.same()
 
 

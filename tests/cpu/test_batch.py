@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import lowtide
 from lowtide import models
-from lowtide.batch import Parts, batch_sizes
+from lowtide.batch import Parts, _Scale, batch_sizes
 from lowtide.cli import app
-from lowtide.errors import UsageError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.measure import roofline
 from lowtide.plan import as_eager
 from lowtide.rewrite import with_narrow
@@ -80,6 +80,47 @@ def test_the_command_resizes_the_example_of_a_file(tmp_path: Path) -> None:
     assert data["knee"] in [point["batch"] for point in data["points"]]
     shown = CliRunner().invoke(app, call)
     assert f"Use a batch of {data['knee']}" in shown.stdout
+
+
+def test_a_budget_that_no_batch_fits_is_answered_as_plan_answers_it() -> None:
+    ended = CliRunner().invoke(app, ["batch", TARGET, "--budget", "1kB", "--costs", "roofline", "--json"])
+    assert ended.exit_code == BudgetError.exit_code
+    words = " ".join(ended.stderr.split())
+    assert "no batch fits 1,000 bytes" in words
+    needs = int(words.split("a batch of 1 needs ")[1].split()[0].replace(",", ""))
+    call = ["batch", TARGET, "--costs", "roofline", "--time-limit", "0.1", "--json", "--budget"]
+    assert CliRunner().invoke(app, [*call, str(needs)]).exit_code == 0
+    assert CliRunner().invoke(app, [*call, str(needs - 1)]).exit_code == BudgetError.exit_code
+
+
+def test_sizes_between_measured_ones_have_the_bytes_of_their_own_capture() -> None:
+    scale = _Scale(lambda count: Parts(*models.build(f"{TARGET},batch={count}")), BUDGET, roofline, 0.1, print)
+    scale.measure()
+    assert len(scale.steps) > 1
+    for batch in (scale.steps[0] + 1, scale.steps[-1] - 1, 3 * scale.steps[-1]):
+        _, costs = scale.at(batch)
+        captured = with_narrow(lowtide.capture(*models.build(f"{TARGET},batch={batch}")).graph)
+        assert costs.nbytes == roofline(captured).nbytes
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.3, 0.8])
+@pytest.mark.parametrize("budget", [100, 999, 40_000, 300_000])
+def test_the_largest_batch_is_found_in_few_tries(slope: float, budget: int) -> None:
+    scale = _Scale(lambda _: pytest.fail("nothing is built"), budget, roofline, 0.1, lambda _: None)
+    scale.measured = dict.fromkeys((1, 4, 16))  # type: ignore[assignment]
+    tries: list[int] = []
+
+    def peak(batch: int) -> int:
+        tries.append(batch)
+        return round(50 + 7 * batch**slope)
+
+    found = scale.largest("a line", peak)
+    assert found is not None
+    assert peak(found) <= budget
+    assert peak(found + max(1, found // 16)) > budget
+    assert len(tries) < 24
+    scale.budget = 55
+    assert scale.largest("nothing", peak) is None
 
 
 @pytest.mark.parametrize(

@@ -245,14 +245,29 @@ def test_models_are_listed_with_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bench_predict_of_one_target_runs_here() -> None:
-    (row,) = run_json("bench", "predict", MLP)["rows"]
+    (row,) = run_json("bench", "predict", MLP, "--rounds", "0")["rows"]
     assert row["ok"]
     assert abs(row["error"]) <= 0.005
     assert row["target"] == MLP
 
 
+def test_bench_predict_tells_seconds_for_each_budget() -> None:
+    chain = "tanh-chain:length=30,width=64,batch=32"
+    call = ["bench", "predict", chain, "--rounds", "2", "--time-limit", "0.1"]
+    result = CliRunner().invoke(app, [*call, "--json"])
+    (row,) = json.loads(result.stdout)["rows"]
+    assert [item["percent"] for item in row["seconds"]] == [100, 50, 30]
+    for item in row["seconds"]:
+        assert len(item["rounds"]) == 2
+        assert item["measured"] == sum(item["rounds"]) / 2
+        assert item["error"] == item["predicted"] / item["measured"] - 1
+        assert 0.02 < item["predicted"] / item["measured"] < 50  # seconds, not milliseconds; no bar on time
+    assert row["seconds"][0]["budget"] > row["seconds"][1]["budget"] > row["seconds"][2]["budget"]
+    assert result.exit_code == (0 if row["ok"] else 1)
+
+
 def test_bench_runs_several_targets_elsewhere_and_survives_one() -> None:
-    shown, _ = run("bench", "predict", MLP, "nonsense", "--json", code=1)
+    shown, _ = run("bench", "predict", MLP, "nonsense", "--rounds", "0", "--json", code=1)
     good, bad = json.loads(shown)["rows"]
     assert good["ok"]
     assert "there is no built-in model 'nonsense'" in bad["failure"]

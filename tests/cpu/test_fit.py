@@ -241,9 +241,12 @@ def test_the_report_says_what_was_promised_and_measured() -> None:
         "metered peak",
         "arena",
         "eager, predicted",
+        "predicted step",
+        "measured step",
         "overhead",
         "runs",
     }
+    assert "the prediction is off by" in lines["measured step"]
     assert "the prediction is off by +0.00%" in lines["metered peak"]
     assert twins.train.peak == twins.train.plan.peak
 

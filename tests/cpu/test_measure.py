@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import mmap
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from torch import nn
 import lowtide
 from lowtide import models
 from lowtide.device import CPU
+from lowtide.execute.timings import STEPS, Timings
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
 from lowtide.measure.book import Book
 from lowtide.peaks.predict import predict
+from lowtide.program import Run
 
+around = importlib.import_module("lowtide.measure.surroundings")
 measuring = importlib.import_module("lowtide.measure")  # the room; lowtide.measure is its function
 
 
@@ -296,3 +300,104 @@ def test_costs_belong_to_their_graph(tmp_path: Path) -> None:
     assert lowtide.Costs.load(tmp_path / "costs", graph) == costs
     with pytest.raises(lowtide.FileError, match="not of this one"):
         lowtide.Costs.load(tmp_path / "costs", other)
+
+
+def test_what_steps_see_of_ops_corrects_their_prices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    step, model, optimizer, example = models.build(models.SMALL["gpt"])
+    train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0.1)
+    graph, alone = train.captured.graph, train.costs
+    assert "measured step" in train.report()
+    slow = {op: 3.0 * alone.seconds[op] for op in range(len(graph.ops))}
+    measuring.correct(graph, alone, slow)
+    corrected = lowtide.measure(graph)
+    keys, _ = measuring._specimens(graph)
+    for key in {key for key in keys if key is not None}:
+        ops = [op for op, other in enumerate(keys) if other == key]
+        for op in ops:
+            assert corrected.seconds[op] == pytest.approx(3.0 * sum(alone.seconds[op] for op in ops) / len(ops))
+    assert lowtide.measure(graph, corrected=False) == alone, "what was measured alone is still known"
+    assert dataclasses.replace(corrected, seconds=alone.seconds) == alone, "only prices are corrected"
+
+
+def test_prices_that_are_right_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    costs = lowtide.measure(graph)
+    measuring.correct(graph, costs, {op: 1.005 * costs.seconds[op] for op in graph.ordinary})
+    assert lowtide.measure(graph) == costs
+    measuring.correct(graph, costs, {})
+    assert lowtide.measure(graph) == costs
+
+
+def test_the_first_steps_of_a_fitted_step_time_its_ops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    told: list[dict[int, float]] = []
+    maker = importlib.import_module("lowtide.fit.make")
+    monkeypatch.setattr(maker, "correct", lambda graph, costs, seconds: told.append(dict(seconds)))
+    train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0.1)
+    for _ in range(10):
+        train(*example)
+    (seconds,) = told
+    assert seconds.keys() == {run.op for run in train.program.instructions if isinstance(run, Run)}
+    assert all(0 <= taken < 1 for taken in seconds.values())
+    assert "the prediction is off by" in train.report().split("measured step")[1].splitlines()[0]
+
+
+def test_the_clock_of_a_step_is_divided_among_its_ops() -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    program = lowtide.keep_everything(graph)
+    now = [0.0]
+    timings = Timings(program, dataclasses.replace(CPU, clock=lambda: now[0]))
+    runs = [number for number, one in enumerate(program.instructions) if isinstance(one, Run)]
+    for step in range(STEPS + 1):
+        watch = timings.watch(array("q", [0]))
+        assert watch is not None
+        begun = now[0]
+        now[0] += 1.0  # before the first op
+        for number in runs:
+            watch[0] = number
+            now[0] += number + 1.0 + step
+        assert timings.ops is None
+        timings.note(now[0] - begun, watch)
+    assert timings.watch(array("q", [0])) is None
+    found = timings.ops
+    assert found is not None
+    least = [number + 2.0 for number in runs]  # the first step does not count
+    total = sum(least) + 1.0
+    assert sum(found.values()) == pytest.approx(total)
+    first, last = found[program.instructions[runs[0]].op], found[program.instructions[runs[-1]].op]  # type: ignore[union-attr]
+    assert last / first == pytest.approx(least[-1] / least[0])
+    assert timings.step == pytest.approx(sum(least) + len(runs) + 1.0), "the median of the timed steps"
+    timings.note(0.5, None)
+    assert timings.step == 0.5
+
+
+def test_what_was_touched_long_ago_is_known_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(around, "last_cache", lambda: 2**22)
+    target = "mlp:width=512,depth=4,features=512,batch=512"  # values of a mebibyte
+    graph = lowtide.capture(*models.build(target)).graph
+    found = around.surroundings(graph)
+    relu = next(op for op in graph.ordinary if graph.ops[op].target == "aten.relu.default")
+    assert found[relu]["since"] == [0], "it was made by the op before"
+    assert found[relu]["yours"] == []
+    first = next(op for op in graph.ordinary if graph.ops[op].target == "aten.addmm.default")
+    assert max(found[first]["since"]) == 2 * 2**22, "the step before is longer than the cache"
+    assert len(found[first]["yours"]) == 3, "bias, batch and weight"
+    tiny = around.surroundings(lowtide.capture(*models.build(models.SMALL["mlp"])).graph)
+    assert {nbytes for one in tiny for nbytes in one["since"]} == {0}, "all of it is in the nearest cache"
+
+
+def test_arguments_are_put_where_a_step_has_them() -> None:
+    graph = lowtide.capture(*models.build("mlp:width=512,depth=2,features=512,batch=512")).graph
+    op = next(op for op in graph.ordinary if graph.ops[op].target == "aten.relu.default")
+    cut = {**measuring.specimen(graph, op), **around.surroundings(graph)[op]}
+    plain, placed = bench_call.Call(cut), bench_call.Call(cut, placed=True)
+    assert placed.tensors[0].data_ptr() % mmap.PAGESIZE == 0
+    assert plain.tensors[0].shape == placed.tensors[0].shape
+    assert torch.equal(placed.run(), placed.tensors[0].relu())
+    before = bench_call.Before.of(placed)
+    kept = placed.tensors[0].clone()
+    before.happen()
+    assert torch.equal(placed.tensors[0], kept), "it is touched, not changed"

@@ -487,6 +487,34 @@ def test_the_generators_behind_the_functions() -> None:
     assert numpy.random.random.__self__ is private.numpy_generator()
 
 
+@canary("cached_answers", "cached_arguments", does="knows what functools.lru_cache keeps")
+@pytest.mark.parametrize("room", [None, 2, 8])
+@pytest.mark.parametrize("typed", [False, True])
+def test_what_a_cached_function_keeps(room: int | None, typed: bool) -> None:
+    @functools.lru_cache(maxsize=room, typed=typed)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return [args, kwargs]
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((), {}),
+        ((1,), {}),
+        (((1, 2),), {}),
+        ((1, "a"), {"one": 2.5, "two": None}),
+        ((), {"one": 2.5}),
+        ((1,), {}),
+    ]
+    for args, kwargs in calls:
+        answer = function(*args, **kwargs)
+        kept, answers = private.cached_answers(function)
+        assert len(kept) == len(answers) == function.cache_info().currsize
+        assert any(one is answer for one in answers.values())
+        assert all([*private.cached_arguments(function, key)] == one for key, one in answers.items())
+        if room == 8 or room is None:
+            [key] = [key for key, one in answers.items() if one is answer]
+            del kept[key]
+            assert function(*args, **kwargs) is not answer
+
+
 @canary("logged", "log_by", does="sees what a step logs")
 def test_every_call_of_a_logger_comes_to_one_function(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import sys
 import weakref
 from collections.abc import Callable
+from types import CellType
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,8 @@ import lowtide
 from lowtide.execute import StaleError
 from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
-from lowtide.watch import tensors
+from lowtide.guards import MISSING, Entry, Place
+from lowtide.watch import quick, tensors
 from lowtide.watch.memory import overlap, spans
 
 CALLERS = importlib.import_module("lowtide.execute.tensors")
@@ -305,3 +308,72 @@ def test_spans_that_overlap() -> None:
         "wide",
         "inside",
     )  # by its outermost bytes
+
+
+class _Slotted:
+    __slots__ = ("one",)
+
+    @property
+    def broken(self) -> int:
+        """A property that fails otherwise than by having nothing."""
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_quick_comparison_sees_attributes_cells_and_lists(compiled: bool) -> None:
+    held, cell, items, empty = _Slotted(), CellType(3.5), [X, Y], CellType()
+    held.one = X
+    entries = [
+        Entry(Place(step, "__code__", "code"), step.__code__),
+        Entry(Place(held, "one", "attribute"), X),
+        Entry(Place(held, "two", "nothing"), MISSING),
+        Entry(Place(cell, None, "cell"), cell.cell_contents),
+        Entry(Place(empty, None, "empty"), MISSING),
+    ]
+    library = quick._library() if compiled else None
+    assert (library is not None) == compiled
+    with mock.patch.object(quick, "_library", return_value=library):
+        watched = quick.Quick(entries, lists=[(items, items)])
+    assert watched.same()
+    references = [sys.getrefcount(one) for one in (X, held, step.__code__)]
+    assert all(watched.same() for _ in range(50))
+    assert [sys.getrefcount(one) for one in (X, held, step.__code__)] == references
+
+    def other(change: Callable[[], object], back: Callable[[], object]) -> None:
+        change()
+        assert not watched.same()
+        back()
+        assert watched.same()
+
+    content = cell.cell_contents
+    other(lambda: setattr(held, "one", Y), lambda: setattr(held, "one", X))
+    other(lambda: delattr(held, "one"), lambda: setattr(held, "one", X))
+    other(lambda: setattr(cell, "cell_contents", 4.5), lambda: setattr(cell, "cell_contents", content))
+    other(lambda: setattr(empty, "cell_contents", 4.5), lambda: delattr(empty, "cell_contents"))
+    other(lambda: items.append(X), lambda: items.pop())
+    other(lambda: items.reverse(), lambda: items.reverse())
+    with mock.patch.object(quick, "_library", return_value=library), pytest.raises(ZeroDivisionError):
+        quick.Quick([Entry(Place(held, "broken", "broken"), 1)]).same()
+
+
+def test_groups_options_and_members_are_seen_after_a_quick_look() -> None:
+    case = Case()
+    group = case.optimizer.param_groups[0]
+    case.look()
+    eps = group["eps"]
+    group["eps"] = eps * 2
+    with pytest.raises(StaleError, match="'eps' of parameter group 0"):
+        case.look()
+    group["eps"] = float(repr(eps))  # equal, and another object
+    case.look()
+    case.look()
+    group["params"].reverse()
+    with pytest.raises(StaleError, match="other parameters"):
+        case.look()
+    group["params"].reverse()
+    case.look()
+    case.optimizer.param_groups[0] = {**group, "amsgrad": True}
+    with pytest.raises(StaleError, match="'amsgrad' of parameter group 0"):
+        case.look()
+    case.optimizer.param_groups[0] = dict(group)
+    case.look()

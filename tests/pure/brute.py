@@ -9,9 +9,10 @@ programs of a small graph, and `least_peak_of_orders` all orders of its ops.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations
 
 from lowtide.costs import Costs
@@ -117,6 +118,12 @@ class Machine:
         self.acts: list[int] = []  # ops of all channels, in the order in which they acted
         self.numbers: dict[int, int] = {}  # op -> which draw it was
         self.now, self.peak = -1, 0
+        runs = [(n, row) for n, row in enumerate(program.instructions) if isinstance(row, Run)]
+        self.drawing = [  # of each random op, the instructions that run it for the first time, and again
+            tuple([n for n, run in runs if run.op == op and run.again == again] for again in (False, True))
+            for op, item in enumerate(graph.ops)
+            if item.random
+        ]
 
     def cells(self, place: str) -> dict[int, Cell]:
         return self.device if place == "device" else self.away[place]
@@ -234,13 +241,10 @@ class Machine:
 
     def generator_states(self, now: int) -> int:
         """How many states of the generator are held at this instruction."""
-        runs = [(n, row) for n, row in enumerate(self.program.instructions) if isinstance(row, Run)]
         held = 0
-        for op, item in enumerate(self.graph.ops):
-            first = [n for n, run in runs if run.op == op and not run.again]
-            again = [n for n, run in runs if run.op == op and run.again]
-            held += bool(item.random and first and again and first[0] <= now <= again[-1])
-            held += bool(item.random and now in again)  # the present state waits for its return
+        for first, again in self.drawing:
+            held += bool(first and again and first[0] <= now <= again[-1])
+            held += now in again  # the present state waits for its return
         return held
 
     def count(self) -> None:
@@ -332,19 +336,31 @@ class History:
         return self.known[key]
 
     def _since(self, now: int, place: str, value: int) -> int:
-        if now == 0:
+        rows = self.concerning.get((place, value), [])
+        earlier = bisect_left(rows, now)
+        if not earlier:
             return -1 if self.graph.maker[value] == -1 and self.is_input(value) and place == self.home(value) else -3
-        before, row = self.since(now - 1, place, value), self.rows[now - 1]
-        match row:
-            case Run(op, _, over, again) if place == "device":
-                if value in self.graph.makes_of(op, again=again):
-                    return before if before >= -1 else now - 1
-                return -2 if any(value == read for _, read in over) else before
-            case Free(v, p) if (v, p) == (value, place):
-                return -2
-            case Copy(v, p) if (v, p) == (value, place):
-                return now - 1
-        return before
+        last = rows[earlier - 1]
+        before = self.since(last, place, value)
+        match self.rows[last]:
+            case Run(op, _, _, again) if value in self.graph.makes_of(op, again=again):
+                return before if before >= -1 else last
+            case Copy():
+                return last
+        return -2
+
+    @cached_property
+    def concerning(self) -> dict[tuple[str, int], list[int]]:
+        """For each block the rows that put it there or take it away."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for number, row in enumerate(self.rows):
+            match row:
+                case Run(op, _, over, again):
+                    for value in {*self.graph.makes_of(op, again=again), *(read for _, read in over)}:
+                        found.setdefault(("device", value), []).append(number)
+                case Free(value, place) | Copy(value, place):
+                    found.setdefault((place, value), []).append(number)
+        return found
 
     def is_input(self, value: int) -> bool:
         return any(item.value == value for item in self.graph.inputs)
@@ -510,7 +526,7 @@ class History:
             yield "misplaced"
 
     def meet(self, a: tuple[int, int], b: tuple[int, int]) -> bool:
-        return not set(range(*a)).isdisjoint(range(*b))
+        return len(range(max(a[0], b[0]), min(a[1], b[1]))) > 0
 
     def broken_layout(self, now: int, run: Run) -> Iterator[str]:
         makes, extra = self.graph.makes_of(run.op, again=run.again), self.costs.extra[run.op]

@@ -530,8 +530,8 @@ def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Pro
     def fit(key: Any, nbytes: int) -> int:
         nonlocal top
         offset = 0
-        while any(o < offset + nbytes and offset < o + n for o, n in there.values() if o >= 0):
-            offset += 64
+        while in_the_way := [o + n for o, n in there.values() if 0 <= o < offset + nbytes and offset < o + n]:
+            offset = -(-max(in_the_way) // 64) * 64
         top = max(top, offset + nbytes)
         there[key] = (offset, nbytes)
         return offset

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import errno
 import os
 import shlex
+import shutil
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that takes no time: it hands out a library that was made before."""
     source = tmp_path / "twice.cpp"
     source.write_text('#include <cstdint>\nextern "C" int64_t twice(int64_t number) { return 2 * number; }\n')
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))  # where nobody has left anything
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "first"))
     native.library(source, SIGNATURES, what="the test")
     (made,) = (tmp_path / "first").iterdir()
@@ -104,9 +109,20 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
     return source
+
+
+@pytest.fixture
+def at_once(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same compiler, without a process of its own: that of thousands of builds would take minutes."""
+    (made,) = (tmp_path / "first").iterdir()
+
+    def run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if workshop is not None:
+            shutil.copyfile(made, command[command.index("-o") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native, "_run", run)
 
 
 FAULTS: dict[str, tuple[Any, str, int]] = {
@@ -120,30 +136,53 @@ FAULTS: dict[str, tuple[Any, str, int]] = {
 }
 
 
-@places
+def fails_at(nth: int, fault: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load new libraries until the n-th call has failed, and some more."""
+    module, name, code = FAULTS[fault]
+    cache = tmp_path / f"cache{nth}"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
+    made, more = 0, 2
+    with failing(module, name, nth, code=code) as count:
+        while more:
+            made, more = made + 1, more - (count.calls >= nth)
+            for _ in range(2):  # cold, then warm
+                error = outcome(lambda d=(f"{nth} {made}",): load(compiler, d), LowtideError)
+                assert error is None or str(error)
+            assert made < nth + 4, f"{fault} is not what a build does"
+    assert all(load(compiler, (f"{nth} {number}",)) == 42 for number in range(max(1, made - 4), made + 1))
+    folders = [cache, *(tmp_path / "temporary").iterdir()]
+    left = [path for folder in folders for path in folder.iterdir()]
+    assert [path.name for path in left if path.name.startswith(".")] == []
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_library_is_loaded_or_the_error_says_why(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, nths: range
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    module, name, code = FAULTS[fault]
-    for nth in nths:
-        cache = tmp_path / f"cache{nth}"
-        monkeypatch.setenv("LOWTIDE_CACHE", str(cache))
-        with failing(module, name, nth, code=code):
-            for number in range(1 + nth // 4):
-                for _ in range(2):  # cold, then warm
-                    depends = (str(number),)
-                    error = outcome(lambda d=depends: load(compiler, d), LowtideError)
-                    assert error is None or str(error)
-        assert all(load(compiler, (str(number),)) == 42 for number in range(1 + nth // 4))
-        folders = [cache, *(tmp_path / "temporary").iterdir()]
-        left = [path for folder in folders for path in folder.iterdir()]
-        assert [path.name for path in left if path.name.startswith(".")] == []
-        assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    for nth in FEW:
+        fails_at(nth, fault, compiler, tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_library_of_many_is_loaded_or_the_error_says_why(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    if fault != "sync":
+        monkeypatch.setattr(os, "fsync", lambda file: None)
+    for nth in MANY:
+        fails_at(nth, fault, compiler, tmp_path, monkeypatch)
 
 
 def load(source: Path, depends: tuple[str, ...]) -> int:
-    return int(native.library(source, SIGNATURES, what="the test", depends=depends).twice(21))
+    """What the library says; it is closed again, since a process can map only so many."""
+    opened = native.library(source, SIGNATURES, what="the test", depends=depends)
+    try:
+        return int(opened.twice(21))
+    finally:
+        _ctypes.dlclose(opened._handle)
 
 
 def test_two_failures_in_a_row_are_an_error_that_names_them(

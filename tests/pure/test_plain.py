@@ -25,7 +25,7 @@ from lowtide.plan.exact import library as exact_library
 from lowtide.plan.infeasible import floor
 from lowtide.plan.layout import library as layout_library
 from lowtide.plan.order import captured_order
-from lowtide.plan.planning import BEST, METHODS, Planning
+from lowtide.plan.planning import BEST, METHODS, OFFLOAD, Planning
 from lowtide.plan.problem import Ints, Problem, problem
 from lowtide.plan.problem import library as search_library
 from lowtide.plan.recompute import PATIENCE, shave, tidy
@@ -150,6 +150,8 @@ def test_every_method_works() -> None:
         low = planning.least().peak
         assert low < 0.95 * high
         for method in METHODS:
+            if method == OFFLOAD:  # these graphs offer no copies; test_copies.py has some that do
+                continue
             found = planned(planning, high, method)
             assert found == low if isinstance(found, int) else found.peak <= high
 

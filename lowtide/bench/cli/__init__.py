@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from lowtide.bench.cli import classics, fit, limited, plan, trust
+from lowtide.bench.cli import batch, classics, fit, limited, plan, trust
 from lowtide.bench.cli.verbs import app
 from lowtide.cli import app as commands
 
 app.command()(classics.classics)
+app.command()(batch.batch)
 app.command()(plan.plan)
 app.command()(fit.fit)
 app.command()(limited.limited)

@@ -17,6 +17,7 @@ import typer
 from lowtide.bench import capture as captures
 from lowtide.bench import execute as executions
 from lowtide.bench import guards as guard_costs
+from lowtide.bench import seconds
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting, show, show_json, show_text, working
 from lowtide.cli.target import build
@@ -28,6 +29,7 @@ from lowtide.report import Table, show_bytes, show_seconds
 
 Row = dict[str, Any]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+NOTHING = "-"
 EXECUTED = ("resnet:depth=50,batch=16,size=128", "gpt")
 
 app = typer.Typer(help="Measure what lowtide claims.")
@@ -40,37 +42,76 @@ def predict(
         list[str] | None, typer.Argument(help="Targets to run instead of every built-in model.", show_default=False)
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes instead of the defaults.")] = False,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Timed turns of the steps within each budget; 0: only peaks.")
+    ] = seconds.ROUNDS,
+    time_limit: Annotated[
+        float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for each budget.")
+    ] = seconds.TIME_LIMIT,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """Compare predicted peaks with metered ones."""
+    """Compare predicted peaks with metered ones, and predicted seconds of a step with measured ones."""
 
     def one(target: str) -> Row:
         found = predictions.predict(*build(target))
-        return {**asdict(found), "error": found.error, "eager_error": found.eager_error, "ok": found.ok}
+        timed = seconds.time_budgets(lambda: build(target), rounds=rounds, time_limit=time_limit) if rounds else []
+        row = {**asdict(found), "error": found.error, "eager_error": found.eager_error, "peaks_ok": found.ok}
+        return {**row, "seconds": [_timed(item) for item in timed], "ok": found.ok and all(item.ok for item in timed)}
 
     chosen = targets or [SMALL[entry.name] if small else entry.name for entry in catalog()]
-    rows = rows_of("predict", chosen, one)
-    cells = [
+    rows = rows_of("predict", chosen, one, "--rounds", str(rounds), "--time-limit", str(time_limit))
+    finish([Part("rows", rows, _predictions(rows, small=small))], as_json, markdown)
+
+
+def _timed(item: seconds.Timed) -> Row:
+    errors = {"error": item.error, "error_alone": item.error_alone}
+    return {**asdict(item), "measured": item.measured, **errors, "ok": item.ok}
+
+
+def _predictions(rows: Sequence[Row], *, small: bool) -> list[Table]:
+    """The table of peaks and, where steps were timed, the one of seconds."""
+    done = [row for row in rows if "failure" not in row]
+    names = [row["target"].partition(":")[0] if small else row["target"] for row in done]
+    peaks = [
         [
-            row["target"].partition(":")[0] if small else row["target"],
+            name,
             show_bytes(row["predicted_peak"]),
             show_bytes(row["metered_peak"]),
             f"{row['error']:+.3%}",
             show_bytes(row["eager_predicted_peak"]),
             show_bytes(row["eager_metered_peak"]),
             f"{row['eager_error']:+.3%}",
-            "ok" if row["ok"] else f"over {predictions.LIMIT:.1%}",
+            "ok" if row["peaks_ok"] else f"over {predictions.LIMIT:.1%}",
         ]
-        for row in rows
-        if "failure" not in row
+        for name, row in zip(names, done, strict=True)
     ]
     titles = ["target", "predicted", "metered", "error", "eager pred", "metered", "error", ""]
-    finish(
-        [Part("rows", rows, [Table("srrrrrrl", cells, titles, ("bold", "", "", "", "", "", "", ""))])],
-        as_json,
-        markdown,
-    )
+    tables = [Table("srrrrrrl", peaks, titles, ("bold", "", "", "", "", "", "", ""))]
+    times = [
+        [
+            name if number == 0 else "",
+            f"{item['percent']:g}%",
+            *([NOTHING] * 5 if item["measured"] is None else _seconds_cells(item)),
+            "nothing fits" if item["measured"] is None else "ok" if item["ok"] else f"over {seconds.LIMIT:.0%}",
+        ]
+        for name, row in zip(names, done, strict=True)
+        for number, item in enumerate(row["seconds"])
+    ]
+    if times:
+        titles = ["target", "budget", "measured", "ops alone", "error", "corrected", "error", ""]
+        tables.append(Table("srrrrrrl", times, titles, ("bold", "", "", "", "", "", "", "")))
+    return tables
+
+
+def _seconds_cells(item: Row) -> list[str]:
+    return [
+        show_seconds(item["measured"]),
+        show_seconds(item["alone"]),
+        f"{item['error_alone']:+.1%}",
+        show_seconds(item["predicted"]),
+        f"{item['error']:+.1%}",
+    ]
 
 
 @app.command()
