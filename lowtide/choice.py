@@ -51,6 +51,7 @@ class Away:
 
     place: Place
     most: int | None = None  # bytes that may be there; None: no limit
+    lasting: bool = True  # whether state and parameters may live there
 
     def rewrites(self, homes: int = 0) -> tuple[Rewrite, ...]:
         """The passes that allow it, with state and parameters of so many bytes out of the device."""
@@ -58,7 +59,7 @@ class Away:
 
     def homes(self, graph: Graph) -> list[int]:
         """The bytes of state and parameters whose moving out is tried: half of the state, all, then parameters."""
-        state, parameters = leaving_bytes(graph)
+        state, parameters = leaving_bytes(graph) if self.lasting else (0, 0)
         rungs = (state // 2, state, state + parameters // 2, state + parameters)
         return sorted({rung for rung in rungs if rung > 0 and (self.most is None or rung <= self.most)})
 
@@ -94,15 +95,15 @@ class Offload:
                 hint='offload_budget and offload_dir go with offload="disk" (--offload disk).',
             )
 
-    def away(self, device: str) -> Away | None:
-        """Where values may go from this device, and how many bytes of them."""
+    def away(self, device: str, *, lasting: bool = True) -> Away | None:
+        """Where values may go from this device, and how many bytes of them; `lasting`: state and parameters, too."""
         if self.place is None:
             return None
         where = devices.of(device)
         devices.refuse_place(where, self.place)
         if self.budget is not None:
-            return Away(self.place, read_budget(self.budget, stays=0, eager_peak=0))
-        return Away(self.place, int(FREE * where.room[self.place](self.folder)))
+            return Away(self.place, read_budget(self.budget, stays=0, eager_peak=0), lasting)
+        return Away(self.place, int(FREE * where.room[self.place](self.folder)), lasting)
 
 
 def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ()) -> Iterator[Rewritten]:

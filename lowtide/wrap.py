@@ -6,6 +6,7 @@ with the gradients that it comes back with. To autograd all of it is one functio
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lowtide import private, tree
+from lowtide import graph, private, tree
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.errors import CaptureError, UsageError
@@ -40,6 +41,9 @@ def wrap(
     time_limit: float = TIME_LIMIT,
     tell: Tell | None = None,
     costs: CostsFrom = "measured",
+    offload: graph.Place | None = None,
+    offload_budget: int | str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
 ) -> Wrapped:
     """Return `model` as one that gives the same outputs and gradients, and never holds more than the budget.
 
@@ -47,7 +51,8 @@ def wrap(
     budget counts what the model has and makes from `net(x)` to the end of `backward()`: parameters, buffers, inputs,
     outputs, gradients and all between; not what the loop itself makes, such as the loss and the optimizer's state.
     `example` are the arguments of one call, a mapping if they have names; other arguments are planned when they come,
-    within the same budget. Everything else is as in `fit`.
+    within the same budget. With `offload` values may wait elsewhere; parameters stay where they are, for they are your
+    optimizer's. Everything else is as in `fit`.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -61,7 +66,18 @@ def wrap(
         )
     _refuse_autocast()
     batch = (example, {}) if isinstance(example, tuple) else ((), dict(example))
-    request = Request(model, model, budget=budget, plan=plan, time_limit=time_limit, costs=costs, tell=tell)
+    request = Request(
+        model,
+        model,
+        budget=budget,
+        plan=plan,
+        time_limit=time_limit,
+        costs=costs,
+        offload=offload,
+        offload_budget=offload_budget,
+        offload_dir=offload_dir,
+        tell=tell,
+    )
     return Wrapped(model, _Loop(request, _detached(batch)))
 
 
@@ -137,7 +153,7 @@ class _Loop:
         self._habits: tuple[Habit, ...] = ()
         self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
         alone = "a wrapped model can't be verified: its backward is in your loop, which lowtide can't run beside eager."
-        self.fitted = Fitted(request, example, Manner(self._capture, Halves, alone))
+        self.fitted = Fitted(request, example, Manner(self._capture, Halves, alone, lasting=False))
 
     def begin(self, batch: tuple[Any, ...]) -> Half:
         """The first half of a step."""

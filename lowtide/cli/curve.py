@@ -43,7 +43,7 @@ def curve(
     """Show the least time for each peak, down to the least feasible."""
     asked = read_offload(offload, offload_budget, offload_dir)
     built, captured, _ = captured_target(target)
-    away = asked.away(captured.graph.device)
+    away = asked.away(captured.graph.device, lasting=False)
     rewritten = apply(captured.graph, (*EXACT, *(() if away is None else away.rewrites())))
     graph = rewritten.graph
     found = costs_of(graph, costs, offload_dir)

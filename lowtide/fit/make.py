@@ -35,6 +35,7 @@ class Manner:
     capture: Callable[[Request, tuple[Any, ...], Numbers], Captured]
     caller: Callable[[Runner], Callable[[Batch], Any]]  # what takes a step on a batch
     alone: str | None = None  # why its steps can't run beside eager's; None: they can
+    lasting: bool = True  # whether state and parameters may live in another place between steps
 
 
 def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
@@ -75,7 +76,7 @@ class Maker:
                 self._price,
                 self._search,
                 rounding=self._request.rounding,
-                away=self._request.places.away(captured.graph.device),
+                away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)

@@ -48,7 +48,7 @@ def carry(known: Plan, known_graph: Graph, graph: Graph, costs: Costs, budget: i
     return Plan(
         program=program,
         budget=budget,
-        peak=simulation.peak + (costs.staging if copies else 0),
+        peak=simulation.peak + (costs.staging if program.copies else 0),
         seconds=simulation.seconds,
         base_seconds=base,
         bound_seconds=min(base, simulation.seconds),

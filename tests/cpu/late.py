@@ -45,14 +45,15 @@ class LateStore:
 
     def __init__(self, nbytes: int, _: str | os.PathLike[str] | None = None) -> None:
         self.nbytes = nbytes
-        self.bytes = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.bytes = _elsewhere(nbytes)
         self.under_way: list[Late] = []
         self.random = random.Random(nbytes)
         self.copies = 0
 
     def grow(self, nbytes: int) -> None:
-        more = torch.full((nbytes - self.nbytes,), POISON, dtype=torch.uint8)
-        self.bytes, self.nbytes = torch.cat((self.bytes, more)), nbytes
+        larger = _elsewhere(nbytes)
+        larger[: self.nbytes] = self.bytes
+        self.bytes, self.nbytes = larger, nbytes
 
     def write(self, offset: int, source: torch.Tensor) -> Late:
         target = self.bytes[offset : offset + len(source)]
@@ -85,6 +86,11 @@ class LateStore:
 
     def close(self) -> None:
         self.under_way.clear()
+
+
+def _elsewhere(nbytes: int) -> torch.Tensor:
+    """Poisoned bytes of Python, which no meter of torch's memory counts."""
+    return torch.frombuffer(bytearray([POISON]) * max(1, nbytes), dtype=torch.uint8)[:nbytes]
 
 
 class LateHomes:
