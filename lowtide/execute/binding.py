@@ -46,7 +46,8 @@ class Binding:
         self.captured = captured
         graph = captured.graph
         self.key, self.settled = key_of(captured), is_settled(captured.batch_leaves)
-        self.watcher = Watcher(captured.guards)
+        self.watcher = Watcher(captured.guards, [effect.place for effect in captured.effects])
+        self.number_kinds = [type(place.get()) for place in captured.guards.numbers]
         self.drawn: list[Any] = []
         self.told = False  # the step's effects and new buffers are there before its end
         self.slots, self.states = Slots(captured), States(captured)
@@ -244,9 +245,10 @@ class Binding:
         if self.options is None or not self.options.same(groups):
             self.look_at_options(groups)
             self.options = _Options(groups, captured.options)
-        for place in captured.guards.numbers:
-            if isinstance(place.get(), bool) or not isinstance(place.get(), (int, float)):
-                raise StaleError(f"{place.name} is no number any more.", hint="capture again.")
+        for place, kind in zip(captured.guards.numbers, self.number_kinds, strict=True):
+            if type(now := place.get()) is not kind:  # 2 and 2.0 make other numbers, and tensors of other types
+                what = f"{place.name} is a {type(now).__name__}, at capture it was a {kind.__name__}"
+                raise StaleError(f"{what}.", hint="capture again.", change=Change(place.name, what))
         for comparison in self.comparisons:
             if self.holds(comparison):
                 continue

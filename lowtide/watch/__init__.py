@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -27,10 +27,14 @@ SCHEDULED = "_wrapped_by_lr_sched"  # schedulers wrap the optimizer's step to co
 
 
 class Watcher:
-    """Compares the caller's objects with what a program assumes about them."""
+    """Compares the caller's objects with what a program assumes about them.
 
-    def __init__(self, guards: Guards) -> None:
+    `written` are the places that its steps write to: a container that holds one can't be another, however equal.
+    """
+
+    def __init__(self, guards: Guards, written: Iterable[Place] = ()) -> None:
         self.guards = guards
+        self._fixed = {id(place.holder): place.name for place in (*written, *guards.numbers)}
         self._entries = list(guards.entries)
         self._names = list(guards.names)
         self._contents = list(guards.contents)
@@ -74,18 +78,23 @@ class Watcher:
                 what = f"a {kind.__name__} has become a {type(thing).__name__}"
                 return Change(f"the class of a {kind.__name__}", what)
         moved: dict[int, Any] = {}
+        entries, names_now = list(self._entries), list(self._names)
         for number, entry in enumerate(self._entries):
             now = entry.place.get()
             if now is entry.value:
                 continue
             if not same(entry.value, now, moved) and not _scheduled(entry, now):
                 return _changed(entry, now)
-            self._entries[number] = Entry(entry.place, now)
+            entries[number] = Entry(entry.place, now)
         for number, names in enumerate(self._names):
             keys = keys_of(names.holder)
             if keys != names.keys and (difference := _other_names(names, keys)) is not None:
                 return Change(names.name, difference)
-            self._names[number] = Names(names.holder, keys, names.asked, names.name)
+            names_now[number] = Names(names.holder, keys, names.asked, names.name)
+        if fixed := self._fixed.keys() & moved.keys():
+            name = self._fixed[min(fixed)]
+            return Change(name, f"what holds {name} was replaced")
+        self._entries, self._names = entries, names_now
         if moved:
             self._move(moved)
         return None

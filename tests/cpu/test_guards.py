@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -605,3 +606,35 @@ def step(model, optimizer, x, y):
     for _ in range(200):
         both(one, other)
     assert 10 < len(fitted._fits) <= 64
+
+
+def test_a_counter_in_a_container_that_is_replaced_or_becomes_a_float() -> None:
+    """Eager counts on in the new container, in the new type; so does the step, whatever fits are kept."""
+    counts: list[list[Any]] = []
+    for fitted in (False, True):
+        torch.manual_seed(0)
+        box = {"state": {"steps": 0}}
+
+        def step(model: nn.Module, optimizer: Any, rows: Tensor, box: Any = box) -> Tensor:
+            state = box["state"]
+            state["steps"] += 1
+            loss = model(rows).square().mean() * min(1.0, state["steps"] / 10)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        model, rows = nn.Linear(4, 4), torch.randn(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train: Any = partial(step, model, optimizer)
+        if fitted:
+            train = lowtide.fit(step, model, optimizer, example=(rows,), budget="100%", costs="roofline")
+        seen: list[Any] = []
+        for number in range(9):
+            if number in (2, 6):
+                box["state"] = dict(box["state"])
+            if number in (4, 7):
+                box["state"]["steps"] = (float, int)[number == 7](box["state"]["steps"])
+            seen.append((train(rows).item(), repr(box["state"]["steps"])))
+        counts.append([*seen, *(p.tolist() for p in model.parameters())])
+    assert counts[0] == counts[1]
