@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from graphs import make_case
+from test_digests import stored
 from test_narrow import _pooling
 
 from lowtide import files, rewrite
@@ -85,3 +87,15 @@ def test_an_editor_that_does_nothing_gives_the_graph_back() -> None:
             again = Editor(graph).reordered()
             check(again, declared(again), keep_everything(again))
             assert [op.name for op in again.ops] == [op.name for op in graph.ops]
+
+
+def test_a_change_says_what_may_wait_and_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("lowtide.rewrite.offload"), "SMALLEST", 1)
+    graph, _ = stored("gpt-small")
+    state, parameters = rewrite.leaving_bytes(graph)
+    waiting, moved = rewrite.apply(graph, rewrite.offload("disk", homes=state + parameters)).changes
+    after = rewrite.apply(graph, rewrite.offload("disk")).graph
+    rows = len(after.alternatives) - len(graph.alternatives)
+    assert str(waiting) == f"offload disk (bitwise): {rows:,} values may wait elsewhere"
+    assert moved.nbytes_moved == state + parameters > 0
+    assert str(moved).endswith(f": {state + parameters:,} bytes live elsewhere")
