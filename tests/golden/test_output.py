@@ -28,7 +28,16 @@ def run(*arguments: str) -> str:
     [
         *("", "profile", "plan", "curve", "batch", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan"),
-        *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
+        *(
+            "bench fit",
+            "bench offload",
+            "bench limited",
+            "bench steady",
+            "bench soak",
+            "bench classics",
+            "bench trust",
+            "bench guards",
+        ),
         *("data", "data install"),
     ],
 )

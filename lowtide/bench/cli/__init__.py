@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from lowtide.bench.cli import classics, fit, limited, plan, trust
+from lowtide.bench.cli import classics, fit, limited, offload, plan, trust
 from lowtide.bench.cli.verbs import app
 from lowtide.cli import app as commands
 
 app.command()(classics.classics)
 app.command()(plan.plan)
 app.command()(fit.fit)
+app.command()(offload.offload)
 app.command()(limited.limited)
 app.command()(limited.steady)
 app.command()(limited.soak)
