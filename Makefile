@@ -57,6 +57,9 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench capture
 	$(BIN)/lowtide bench plan
 	$(BIN)/lowtide bench fit
+	$(BIN)/lowtide bench offload
+	$(BIN)/lowtide bench offload --models
+	$(BIN)/lowtide bench offload --run
 	$(BIN)/lowtide bench limited
 	$(BIN)/lowtide bench steady
 	$(BIN)/lowtide bench classics

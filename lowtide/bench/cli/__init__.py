@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.bench.cli import batch, classics, fit, limited, plan, trust
+from lowtide.bench.cli import batch, classics, fit, limited, offload, plan, trust
 from lowtide.bench.cli.verbs import app
 from lowtide.cli import app as commands
 
@@ -10,6 +10,7 @@ app.command()(classics.classics)
 app.command()(batch.batch)
 app.command()(plan.plan)
 app.command()(fit.fit)
+app.command()(offload.offload)
 app.command()(limited.limited)
 app.command()(limited.steady)
 app.command()(limited.soak)

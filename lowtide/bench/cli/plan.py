@@ -42,7 +42,7 @@ def plan(
     markdown: Markdown = False,
 ) -> None:
     """Hold plans, with roofline costs, against what we claim of them."""
-    percents = _percents(budgets)
+    percents = percents_of(budgets)
     everything = not (targets or known or monotone)
     parts = []
     if everything or (targets and not known and not monotone):
@@ -54,7 +54,7 @@ def plan(
     finish(parts, as_json, markdown)
 
 
-def _percents(text: str) -> list[float]:
+def percents_of(text: str) -> list[float]:
     try:
         found = [float(word) for word in text.replace("%", "").split(",")]
     except ValueError:
