@@ -29,7 +29,6 @@ from lowtide.verify.compare import digest
 from lowtide.verify.copies import lasting_tensors
 
 WAYS = {"recompute": (BEST, None), "offload": (OFFLOAD, Away("disk")), "joint": (BEST, Away("disk"))}
-BUDGETS = (50.0, 30.0)  # percent
 EXECUTED = (
     "resnet:depth=50,batch=8,size=96",
     "gpt:layers=6,width=256,context=256",
@@ -87,7 +86,7 @@ class Cell:
 def compare(
     target: str,
     *,
-    percents: Sequence[float] = BUDGETS,
+    percents: Sequence[float],
     rounds: int = 0,
     time_limit: float,
     costs: CostsFrom = "measured",
