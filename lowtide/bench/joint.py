@@ -94,13 +94,9 @@ def compare(
 ) -> list[Cell]:
     """Plan a target in all ways within each budget; with rounds, run the plans by turns beside eager."""
     captured = capture(*build(target))
-    prices: dict[str, Costs] = {}
 
     def price(graph: Graph) -> Costs:
-        if graph.fingerprint not in prices:
-            found = roofline(graph) if costs == "roofline" else measure(graph)
-            prices[graph.fingerprint] = with_lanes(graph, found)
-        return prices[graph.fingerprint]
+        return with_lanes(graph, roofline(graph) if costs == "roofline" else measure(graph))
 
     cells = []
     for percent in percents:
