@@ -29,7 +29,6 @@ from lowtide.verify.compare import digest
 from lowtide.verify.copies import lasting_tensors
 
 WAYS = {"recompute": (BEST, None), "offload": (OFFLOAD, Away("disk")), "joint": (BEST, Away("disk"))}
-BUDGETS = (50.0, 30.0)  # percent
 EXECUTED = (
     "resnet:depth=50,batch=8,size=96",
     "gpt:layers=6,width=256,context=256",
@@ -87,7 +86,7 @@ class Cell:
 def compare(
     target: str,
     *,
-    percents: Sequence[float] = BUDGETS,
+    percents: Sequence[float],
     rounds: int = 0,
     time_limit: float,
     costs: CostsFrom = "measured",
@@ -95,13 +94,9 @@ def compare(
 ) -> list[Cell]:
     """Plan a target in all ways within each budget; with rounds, run the plans by turns beside eager."""
     captured = capture(*build(target))
-    prices: dict[str, Costs] = {}
 
     def price(graph: Graph) -> Costs:
-        if graph.fingerprint not in prices:
-            found = roofline(graph) if costs == "roofline" else measure(graph)
-            prices[graph.fingerprint] = with_lanes(graph, found)
-        return prices[graph.fingerprint]
+        return with_lanes(graph, roofline(graph) if costs == "roofline" else measure(graph))
 
     cells = []
     for percent in percents:

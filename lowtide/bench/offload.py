@@ -194,7 +194,7 @@ def outcomes(cases: Sequence[Case], place: Place) -> Iterator[Outcome]:
 
 def outcome(case: Case, place: Place) -> Outcome:
     """Plan a case in three ways within what it needs without its values, and run the programs by turns."""
-    step, model, example, largest = _built(case)
+    step, model, example, largest = built(case)
     captured = capture(step, model, None, example)
     whole = apply(captured.graph, EXACT).graph
     offered = apply(captured.graph, (*EXACT, *offload("disk"))).graph
@@ -246,7 +246,7 @@ def time_by_turns(runs: dict[str, Callable[[], Any]], rounds: int, warm_ups: int
     return {way: min(found) for way, found in times.items()}
 
 
-def _built(case: Case) -> tuple[Callable[..., Any], nn.Module, tuple[Any, ...], int]:
+def built(case: Case) -> tuple[Callable[..., Any], nn.Module, tuple[Any, ...], int]:
     """The step, its model and example, and the bytes of what needs the memory."""
     kind, count, idle = KINDS[case.kind], case.count, case.idle
     generator = torch.Generator().manual_seed(0)

@@ -87,6 +87,8 @@ class Disk:
         try:
             os.posix_fallocate(self._file, self.nbytes, nbytes - self.nbytes)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.nbytes)  # a file system may have given a part of it
             free = free_bytes(self.folder)
             raise PlaceError(
                 f"the offload file in {self.folder} needs {nbytes:,} bytes, of which {self.nbytes:,} are there: "

@@ -284,10 +284,15 @@ class Planning:
         yield from (sequence for sequence in found if sequence is not None)
 
     def _finish(self, arrays: Problem, sequence: Ints, budget: int | None) -> Program:
-        """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget."""
+        """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget.
+
+        The budget is for all but what copies go through.
+        """
         plain = emit(arrays, sequence)
         program = layout(self.graph, self.costs, plain, limit=budget, seed=self.seed)
-        return plain if len(self.order) <= SMALL and not self._fits(program, budget) else program
+        if budget is None or len(self.order) > SMALL or simulate(self.graph, self.costs, program).peak <= budget:
+            return program
+        return plain
 
     def _seconds(self, program: Program) -> float:
         return elapsed(self.graph, self.costs, program)

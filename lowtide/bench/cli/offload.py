@@ -31,9 +31,7 @@ def offload(
     small: Annotated[bool, typer.Option("--small", help="With --models, tiny sizes instead of the defaults.")] = False,
     run: Annotated[bool, typer.Option("--run", help="Run the plans of the models that are named, or of four.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each, taken by turns.")] = 7,
-    budgets: Annotated[str, typer.Option(metavar="<list>", help="Percent of the step's own part.")] = ",".join(
-        f"{budget:g}" for budget in joint.BUDGETS
-    ),
+    budgets: Annotated[str, typer.Option(metavar="<list>", help="Percent of the step's own part.")] = "50,30",
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
     markdown: Markdown = False,
