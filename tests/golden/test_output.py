@@ -63,16 +63,6 @@ def test_wrong_calls(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
         ["train", "mlp", "--eager", "--offload", "disk"],
         ["train", "mlp", "--budget", "50%", "--offload-dir", "."],
         ["curve", "mlp", "--offload-budget", "1GiB"],
-        ["plan", "mlp", "--budget", "50%", "--offload", "tape"],
-        ["plan", "mlp", "--budget", "50%", "--offload", "disk", "--offload-budget", "50%"],
-        ["plan", "mlp", "--budget", "50%", "--offload", "disk", "--offload-dir", "nowhere"],
-        ["plan", "mlp", "--budget", "50%", "--offload", "host"],
-        ["plan", "mlp", "--budget", "50%", "--offload", "disk", "--method", "rotor"],
-        ["plan", "mlp", "--budget", "50%", "--method", "offload"],
-        ["plan", "mlp", "--load", "step.plan", "--offload", "disk"],
-        ["train", "mlp", "--eager", "--offload", "disk"],
-        ["train", "mlp", "--budget", "50%", "--offload-dir", "."],
-        ["curve", "mlp", "--offload-budget", "1GiB"],
     ]
     golden("wrong-calls", "\n".join(run(*call) for call in calls))
 
