@@ -25,7 +25,9 @@ from lowtide.graph import Graph, Place
 SIZES = tuple(2**power for power in (18, 20, 22, 24, 26))  # bytes: 256 KiB to 64 MiB
 ROUNDS = 5  # of each size, fewer where they take long
 SPENT = 0.2  # seconds after which a size is not tried again
-BESIDE = 0.25  # seconds of computation without copies, and with
+BESIDE = 0.15  # seconds of computation without copies, and with
+TURNS = 5  # of these
+LEAST = 0.02  # of compute's speed: no copy is for nothing, whatever a busy machine makes of it
 PIECE = 2**22  # bytes of a copy that runs beside computation
 MOST = 0.95  # of compute's speed: no copy takes all of it
 KEPT = record({"lanes": many(LANE), "sha256": text})
@@ -39,7 +41,7 @@ def measure_lanes(
     progress: Callable[[int, int], None] | None = None,
     cache: bool = True,
 ) -> tuple[Lane, ...]:
-    """The lanes between a device and a place, out and in; for the disk, that of this folder. About 3 seconds."""
+    """The lanes between a device and a place, out and in; for the disk, that of this folder. About 5 seconds."""
     refuse_place(device, place)
     path = _path(device, place, folder)
     found = _read(path) if cache else None
@@ -132,15 +134,17 @@ def _seconds(device: Device, start: Callable[[], Flight]) -> float:
 
 def _takes(device: Device, store: Store, direction: Direction, tensor: torch.Tensor, rate: float) -> float:
     """The part of compute's speed that is gone while copies run: of a product and of an op on each element."""
-    work = _work()
-    alone = _speed(device, work, BESIDE)
-    piece = tensor[:PIECE]
+    work, piece = _work(), tensor[:PIECE]
     copies = max(2, round(1.5 * BESIDE * rate / len(piece)))
-    flights = [_copy(store, direction, piece)() for _ in range(copies)]
-    beside = _speed(device, work, BESIDE)
-    store.settle()  # what is still to come is not needed
-    del flights
-    return min(MOST, max(0.0, 1 - beside / alone))
+    parts = []
+    for _ in range(TURNS):  # by turns: what else the machine does passes over both
+        alone = _speed(device, work, BESIDE)
+        flights = [_copy(store, direction, piece)() for _ in range(copies)]
+        beside = _speed(device, work, BESIDE)
+        store.settle()  # what is still to come is not needed
+        del flights
+        parts.append(1 - beside / alone)
+    return min(MOST, max(LEAST, median(parts)))
 
 
 def _work() -> Callable[[], None]:

@@ -105,9 +105,10 @@ def test_the_host_is_refused_on_the_cpu() -> None:
 
 
 def test_copies_beside_compute_take_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = iter((100.0, 80.0, 100.0, 130.0))
+    loaded = (100.0, 80.0, 100.0, 80.0, 20.0, 80.0, 100.0, 80.0, 100.0, 10.0)  # a machine with other work now and then
+    speeds = iter((*loaded, *(100.0, 130.0) * 5))
     monkeypatch.setattr(lanes, "_speed", lambda *_: next(speeds))
     device = dataclasses.replace(CPU, stores={"host": Throttled})
     out, into = measure_lanes(device, "host", cache=False)
     assert out.takes == pytest.approx(0.2)
-    assert into.takes == 0
+    assert into.takes == lanes.LEAST  # no copy is for nothing
