@@ -38,12 +38,14 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
     if inside := costs.fewest_temporaries(op):
         rows.append(f"  {inside:>14,} B  temporaries inside the op")
     where = " ".join(filter(None, (item.module, item.source)))
+    copies = bool(problem.copies.moves) and costs.staging
+    through = f", with the {costs.staging:,} that copies go through where there are any" if copies else ""
     who = "no plan found" if method == "lowtide" else f"{method} finds no plan"
     return BudgetError(
         f"{who} within {budget:,} bytes, of which {problem.stays:,} stay between steps.\n"
         f"No step can do with less than {least_possible:,}: {item.name} ({where}) needs these together:\n"
         + "\n".join(rows)
-        + f"\nThe least peak that was reached is {least:,} bytes.",
+        + f"\nThe least peak that was reached is {least:,} bytes{through}.",
         hint=f"a budget of {least:,} bytes can be planned; for less, lower the batch size or the widest layer.",
         least=least,
     )

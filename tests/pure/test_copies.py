@@ -171,6 +171,8 @@ def test_staging_is_in_the_promise() -> None:
     budget = (keep.peak + Planning(graph, costs).least().peak) // 2
     found = plan(graph, costs, budget, method="offload", time_limit=BRIEF)
     assert found.peak == simulate(graph, costs, found.program).peak + 1000 <= budget
+    with pytest.raises(BudgetError, match="with the 1,000 that copies go through"):
+        plan(graph, costs, 1000, time_limit=BRIEF)
 
 
 @pytest.mark.parametrize("name", ["gpt-small", "resnet-small"])
