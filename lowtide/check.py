@@ -224,8 +224,10 @@ class _Judge:
     def leave_home(self, storage: int) -> None:
         """Nothing is at home; one on the device that the step uses up is gone then, any other keeps its bytes."""
         self.homes[storage] = None
-        stays = any(item.stays and self.graph.values[item.value].storage == storage for item in self.graph.inputs)
-        if self.places[storage] == "device" and not stays:
+        persistent = any(
+            item.persistent and self.graph.values[item.value].storage == storage for item in self.graph.inputs
+        )
+        if self.places[storage] == "device" and not persistent:
             del self.homes[storage]
             self.drop(("home", storage))
 
@@ -289,9 +291,9 @@ class _Judge:
                 self.fail("never freed", f"{self.name(block)} is left over.", at=self.changed[block])
 
     def last_contents(self) -> set[int]:
-        """What the storage of each input that stays contains at the end."""
+        """What the storage of each persistent input contains at the end."""
         values = self.graph.values
-        last = {values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+        last = {values[item.value].storage: item.value for item in self.graph.inputs if item.persistent}
         for op in self.graph.ops:
             last.update((values[old].storage, new) for new, old in op.updates if values[old].storage in last)
         return set(last.values())

@@ -46,13 +46,13 @@ class Costs:
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
-    def stays(self, graph: Graph) -> int:
-        """The bytes that stay between steps: parameters, buffers, optimizer state, the batch."""
-        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays)
+    def persistent(self, graph: Graph) -> int:
+        """The bytes that persist between steps: parameters, buffers, optimizer state, the batch."""
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.persistent)
 
     def elsewhere(self, graph: Graph) -> int:
         """Those of them that are in another place than the device."""
-        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays and item.home != "device")
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.persistent and item.home != "device")
 
     def temporaries(self, op: int, *, placed: bool) -> int:
         """The bytes of an op's temporaries, in one piece of the arena or here and there in the heap."""

@@ -79,7 +79,7 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
     moment = Moment({}, {})
     storage = [value.storage for value in graph.values]
     present = [item for item in graph.inputs if item.home == "device"]
-    kept = {storage[item.value] for item in present if item.stays}
+    kept = {storage[item.value] for item in present if item.persistent}
     for item in present:
         moment.add(item.value, nbytes[item.value], -1)
         moment.homes[storage[item.value]] = item.value

@@ -1,6 +1,6 @@
 """Does a step keep its budget, at what time, and is anything else of torch better: races of real training steps.
 
-A budget in percent is what stays between steps and that part of what eager's step adds to it; its own part, of any
+A budget in percent is what persists between steps and that part of what eager's step adds to it; its own part, of any
 contestant, is what its metered peak adds to what was there before the step.
 """
 
@@ -34,7 +34,7 @@ class Survey:
 
     target: str
     ops: int
-    stays: int  # bytes between steps
+    persistent: int  # bytes between steps
     eager_peak: int  # bytes, predicted
     least: int  # bytes, the least feasible budget
     capture_seconds: float
@@ -156,7 +156,7 @@ def _within(found: Survey, percent: float) -> Contestant:
     """Lowtide within a budget in percent."""
     if percent == LEAST:
         return Contestant("lowtide least", "lowtide", budget=found.least, percent=LEAST)
-    budget = read_budget(f"{percent}%", stays=found.stays, eager_peak=found.eager_peak)
+    budget = read_budget(f"{percent}%", persistent=found.persistent, eager_peak=found.eager_peak)
     return Contestant(f"lowtide {percent:g}%", "lowtide", budget=budget, percent=percent)
 
 

@@ -200,7 +200,7 @@ def outcome(case: Case, place: Place) -> Outcome:
     offered = apply(captured.graph, (*EXACT, *offload("disk"))).graph
     costs = measure(whole)
     priced = replace(costs, graph=offered.fingerprint, lanes=place.lanes, staging=place.device.staging)
-    budget = costs.stays(whole) + largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
+    budget = costs.persistent(whole) + largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
     ways: dict[str, tuple[Graph, Costs, str]] = {
         "recompute": (whole, costs, "lowtide"),
         "offload": (offered, priced, "offload"),

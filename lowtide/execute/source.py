@@ -60,7 +60,7 @@ class _Home:
 
     name: str  # the variable that holds it
     content: int  # the value whose content is there; it stays when the value is freed, for nobody else writes there
-    stays: bool  # the caller still holds it after the step
+    persistent: bool  # the caller still holds it after the step
     comes: int = -1  # the last instruction that copies a value back to it
 
 
@@ -88,7 +88,7 @@ class _Writer:
                 continue  # its place has it
             self.held[item.value] = _Tensor(self.fresh())
             storage = self.graph.values[item.value].storage
-            self.homes[storage] = _Home(self.held[item.value].name, item.value, item.stays)
+            self.homes[storage] = _Home(self.held[item.value].name, item.value, item.persistent)
         for number, instruction in enumerate(self.program.instructions):
             match instruction:
                 case Copy(value, "device", -1) if self.graph.values[value].storage in self.homes:
@@ -222,7 +222,7 @@ class _Writer:
         names = [tensor.name, *tensor.views.values()]
         home = self.homes.get(storage)
         if home is not None and home.name == tensor.name:
-            if not home.stays:
+            if not home.persistent:
                 del self.homes[storage]
             elif home.comes > now:
                 names.remove(home.name)

@@ -41,7 +41,7 @@ def gates(web: Web, order: Ints) -> list[Gate]:
 
 
 def bound_alone(candidates: list[Gate], budget: int) -> tuple[float, Gate | None]:
-    """The best bound of one gate, within `budget` bytes beside those that stay, and the gate."""
+    """The best bound of one gate, within `budget` bytes beside the persistent ones, and the gate."""
     if not candidates:
         return 0.0, None
     first = candidates[0]

@@ -4,7 +4,7 @@ A* (Hart, Nilsson and Raphael 1968) from the end of the step to its start, over 
 end, what is alive at a run is known, so there is nothing to decide but which op ran last, and never what to free. What
 must still run at least once is the estimate of what is left. Everything that the judge allows is tried: any order, any
 repeated run, results on dying arguments, optional ops, leaving out what nothing needs; saved states of the random
-generator are counted. Only inputs that a step uses up count as staying. States grow exponentially with what may be
+generator are counted. Only inputs that a step uses up count as persistent. States grow exponentially with what may be
 worth recomputing: up to 24 ops take milliseconds, 50 to 60 mostly less than a second.
 """
 
@@ -71,13 +71,13 @@ class Least:
     """What is known about the peaks of all sequences."""
 
     sequence: Ints | None  # one with the least peak; None: it was not found
-    peak: int  # bytes, with those that stay; no sequence has less
+    peak: int  # bytes, with the persistent ones; no sequence has less
     proven: bool  # whether the search came to its end
 
 
 def exact(problem: Problem, budget: int, *, limit: int = LIMIT, seconds: float = math.inf) -> Exact:
     """The quickest of all sequences within the budget; gives up after `limit` states or so many seconds."""
-    found = _search(problem, budget - problem.stays, limit, seconds, peak_only=False)
+    found = _search(problem, budget - problem.persistent, limit, seconds, peak_only=False)
     if found.sequence is not None:
         return Exact(found.sequence, problem.time(found.sequence), True, found.states)
     return Exact(None, math.inf if found.ended else found.cost / _rate(problem), found.ended, found.states)
@@ -86,7 +86,7 @@ def exact(problem: Problem, budget: int, *, limit: int = LIMIT, seconds: float =
 def least_peak(problem: Problem, *, limit: int = LIMIT, seconds: float = math.inf) -> Least:
     """The least peak of all sequences, whatever time they take."""
     found = _search(problem, 0, limit, seconds, peak_only=True)
-    return Least(found.sequence, problem.stays + found.cost, found.ended)
+    return Least(found.sequence, problem.persistent + found.cost, found.ended)
 
 
 def useful(problem: Problem) -> list[int]:

@@ -134,7 +134,7 @@ def _buffers(blocks: Iterable[Block], step: int) -> Buffers:
 def _move_out(graph: Graph, inside: Inside, step: int, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
     """The blocks to move out of the arena where all is more than `goal` bytes, and the most that is outside then.
 
-    Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
+    Bytes outside count while they are there, those of the arena always. So what outlives the step, such as a
     gradient, would have its bytes to itself from the start, when activations could use them until it is made.
     """
     buffers = _buffers(inside.values(), step)

@@ -68,7 +68,7 @@ class Board:
         self.ops = [int(op) for op in start]
         place = {op: number for number, op in enumerate(self.ops)}
         self.bytes = problem.nbytes.tolist()
-        self.stays = problem.required.astype(bool).tolist()  # values that outlive the step
+        self.required = problem.required.astype(bool).tolist()  # values that outlive the step
         reads = [problem.reads[problem.read_start[op] : problem.read_start[op + 1]].tolist() for op in self.ops]
         self.reads = [[value for value in row if problem.maker[value] >= 0] for row in reads]
         self.makes = [problem.makes[problem.make_start[op] : problem.make_start[op + 1]].tolist() for op in self.ops]
@@ -79,7 +79,7 @@ class Board:
             for value in row:
                 self.readers[value].append(number)
         self.keeps = [  # bytes that each op leaves behind for others
-            sum(self.bytes[value] for value in row if self.readers[value] or self.stays[value]) for row in self.makes
+            sum(self.bytes[value] for value in row if self.readers[value] or self.required[value]) for row in self.makes
         ]
         self.before = [{place[other] for other in graph.waits[op] if other in place} for op in self.ops]
         self.after: list[list[int]] = [[] for _ in self.ops]
@@ -105,11 +105,11 @@ class Board:
 
     def dying(self, number: int, left: list[int]) -> list[int]:
         """The arguments that nobody needs after a run, given how many readers each value still has."""
-        return [value for value in self.reads[number] if left[value] == 1 and not self.stays[value]]
+        return [value for value in self.reads[number] if left[value] == 1 and not self.required[value]]
 
     def mortal(self, number: int) -> list[int]:
         """The arguments that can die in a run."""
-        return [value for value in self.reads[number] if not self.stays[value]]
+        return [value for value in self.reads[number] if not self.required[value]]
 
     def step(self, number: int, dying: list[int]) -> tuple[int, int]:
         """The bytes that a run needs besides what is there, and how many more are there after it."""
@@ -348,9 +348,9 @@ def least(board: Board) -> int:
     held = np.zeros(count, np.int64)
     maker = {value: number for number, made in enumerate(board.makes) for value in made}
     for value, number in maker.items():
-        if board.bytes[value] and (board.readers[value] or board.stays[value]):
+        if board.bytes[value] and (board.readers[value] or board.required[value]):
             until = np.bitwise_or.reduce([earlier[other] for other in board.readers[value]] or [earlier[number]])
-            there = later[number] if board.stays[value] else later[number] & until
+            there = later[number] if board.required[value] else later[number] & until
             held += np.int64(board.bytes[value]) * np.unpackbits(there, count=count, bitorder="little")
     for number in range(count):
         held[number] += board.step(number, board.mortal(number))[0] - board.keeps[number]

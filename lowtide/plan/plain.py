@@ -28,7 +28,7 @@ TOGETHER = 1.5  # times the least score: values up to here may go in one round
 
 
 def profile(problem: Problem, sequence: Ints) -> Ints:
-    """The bytes in use during each run, without those that stay."""
+    """The bytes in use during each run, without the persistent ones."""
     return Scene(problem, sequence).bytes
 
 

@@ -158,7 +158,7 @@ class Planning:
     def _lowest_sequence(self) -> Ints:
         if len(self.order) <= SMALL and (found := least_peak(self.arrays, limit=STATES)).sequence is not None:
             return found.sequence
-        own = floor(self.arrays)[0] - self.arrays.stays
+        own = floor(self.arrays)[0] - self.arrays.persistent
         starts = [self.order, self.one_shot, *self._holding(own)]
         if library() is None:  # shaving is too slow to go far from where it starts
             starts += self._chains(None)
@@ -211,7 +211,7 @@ class Planning:
             optimal = self._finish(self.arrays, found.sequence, budget)
             if self._fits(optimal, budget):
                 return optimal, proven
-        own = budget - self.arrays.stays
+        own = budget - self.arrays.persistent
         bound, gate = bound_alone(self.gates, own)
         if bound == float("inf"):
             return None, 0.0  # nothing fits

@@ -58,7 +58,7 @@ def shave(
         shaved = plain.shave(
             problem,
             sequence,
-            budget - problem.stays,
+            budget - problem.persistent,
             batch=batch,
             penalty=penalty,
             weight=weight,
@@ -77,7 +77,7 @@ def shave(
             ints(longer),
             len(sequence),
             room,
-            budget - problem.stays,
+            budget - problem.persistent,
             batch,
             penalty,
             rate,
@@ -91,7 +91,7 @@ def shave(
     )
     if length < 0:
         return sequence, problem.peak(sequence)
-    return longer[:length].copy(), problem.stays + int(reached[0])
+    return longer[:length].copy(), problem.persistent + int(reached[0])
 
 
 def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work: Ints | None = None) -> Ints:
@@ -102,9 +102,9 @@ def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work
     inner = library()
     if inner is None:
         work = np.zeros(1, np.int64) if work is None else work
-        return plain.tidy(problem, sequence, budget - problem.stays, passes=passes, work=work)
+        return plain.tidy(problem, sequence, budget - problem.persistent, passes=passes, work=work)
     left = sequence.copy()
-    length = answered(inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.stays, passes))
+    length = answered(inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.persistent, passes))
     return left[:length].copy()
 
 
@@ -235,7 +235,7 @@ class _Race:
                     ints(best),
                     ints(lengths),
                     room,
-                    self.budget - problem.stays,
+                    self.budget - problem.persistent,
                     self.smallest,
                     (self.seed * 1000 + lane) * SLICES + part,
                     work // SLICES,

@@ -62,7 +62,7 @@ class Summary:
     """A plan in numbers."""
 
     budget: int | None  # bytes
-    stays: int  # bytes of the inputs that stay between steps, on the device
+    persistent: int  # bytes of the inputs that persist between steps, on the device
     peak: int  # bytes, predicted
     arena: int  # bytes of the block that holds what the step makes; 0: there is none
     eager_peak: int  # bytes, predicted
@@ -95,14 +95,14 @@ class Summary:
 
     @property
     def outside(self) -> int:
-        """Bytes of the peak that are not in the arena: what stays, and what leaves the step."""
+        """Bytes of the peak that are not in the arena: what persists, and what leaves the step."""
         return self.peak - self.arena
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {
             "budget": self.budget,
-            "stays": self.stays,
+            "persistent": self.persistent,
             "predicted_peak": self.peak,
             "arena": self.arena,
             "outside": self.outside,
@@ -136,7 +136,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
     places = [made for run in runs for made, read in run.over if (made, read) not in graph.ops[run.op].updates]
     return Summary(
         budget=plan.budget,
-        stays=costs.stays(graph) - costs.elsewhere(graph),
+        persistent=costs.persistent(graph) - costs.elsewhere(graph),
         peak=plan.peak,
         arena=plan.program.arena,
         eager_peak=eager_peak,
@@ -270,8 +270,10 @@ def _planned(summary: Summary, method: str) -> str:
 
 def _promise(summary: Summary, asked: str) -> Table:
     """What the plan promises, against the budget, eager and the bound."""
-    part = f"what stays + {asked.strip()} of what eager adds" if "%" in asked else ""
-    own = f"{show_bytes(summary.stays)} stays + {show_bytes(summary.peak - summary.stays)} is the step's own"
+    part = f"what persists + {asked.strip()} of what eager adds" if "%" in asked else ""
+    own = (
+        f"{show_bytes(summary.persistent)} persists + {show_bytes(summary.peak - summary.persistent)} is the step's own"
+    )
     extra = summary.overhead * summary.base_seconds
     rows = [
         ("predicted peak", show_bytes(summary.peak), own),

@@ -62,7 +62,7 @@ class Profile:
     """Where the memory of one step goes under one program."""
 
     peak: int  # bytes
-    stays: int  # bytes of the inputs that stay between steps
+    persistent: int  # bytes of the inputs that persist between steps
     moment: PeakMoment
     categories: Mapping[str, int]  # bytes at the peak; they add up to it
     modules: tuple[Branch, ...]  # bytes at the peak; they add up to it
@@ -75,15 +75,15 @@ class Profile:
 
     @property
     def own(self) -> int:
-        """Bytes of the step's own part: what the step adds to what stays."""
-        return self.peak - self.stays
+        """Bytes of the step's own part: what the step adds to what persists."""
+        return self.peak - self.persistent
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         moment = self.moment
         return {
             "predicted_peak": self.peak,
-            "stays": self.stays,
+            "persistent": self.persistent,
             "own": self.own,
             "peak_at": {name: getattr(moment, name) for name in PeakMoment.__dataclass_fields__},
             "categories": dict(self.categories),
@@ -133,7 +133,7 @@ def profile(graph: Graph, costs: Costs, program: Program) -> Profile:
     shown = ("scalars", STATES, GAPS)
     return Profile(
         peak=simulation.peak,
-        stays=costs.stays(graph),
+        persistent=costs.persistent(graph),
         moment=moment,
         categories={name: nbytes for name, nbytes in categories.items() if nbytes or name not in shown},
         modules=fold(((item.module, item.category, item.nbytes) for item in items if item.nbytes), top=TOP),

@@ -82,7 +82,7 @@ def _head(heading: Heading, profile: Profile) -> Iterator[RenderableType]:
 
 
 def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableType]:
-    parts = f"{show_bytes(profile.stays)} stays + {show_bytes(profile.own)} is the step's own"
+    parts = f"{show_bytes(profile.persistent)} persists + {show_bytes(profile.own)} is the step's own"
     rows = [("predicted", profile.peak, parts)]
     if peaks.program is not None:
         rows.append(("metered", peaks.program, _against(peaks.program, profile.peak)))
@@ -169,7 +169,7 @@ def _largest(profile: Profile, width: int) -> Iterator[RenderableType]:
 
 
 def _curve(profile: Profile, width: int) -> Iterator[RenderableType]:
-    for line in plot(profile.curve, profile.stays, width=min(width, 104) - 2):
+    for line in plot(profile.curve, profile.persistent, width=min(width, 104) - 2):
         yield Text(f"  {line}".rstrip(), no_wrap=True, overflow="ignore")
-    legend = f"░ stays between steps   █ the step's own part   {show_seconds(profile.seconds)} in all ops"
+    legend = f"░ persists between steps   █ the step's own part   {show_seconds(profile.seconds)} in all ops"
     yield Text(f"  {legend}", style="dim")

@@ -68,7 +68,7 @@ def scan(
     given = _Call(cell, inputs, state, lengths, truncate)
     if budget is not None:
         if isinstance(budget, str):
-            read_budget(budget, stays=0, eager_peak=10**12)  # a wrong one is refused before anything runs
+            read_budget(budget, persistent=0, eager_peak=10**12)  # a wrong one is refused before anything runs
         _refuse_autocast()
         if torch.is_grad_enabled() and not _traced():
             found = given.within(budget)
@@ -161,7 +161,7 @@ class _Call:
     def plan(self, first: First, budget: int | str | None) -> LoopPlan:
         """The schedule."""
         length = self.moments.length
-        nbytes = None if budget is None else read_budget(budget, stays=0, eager_peak=first.plain.plain(length))
+        nbytes = None if budget is None else read_budget(budget, persistent=0, eager_peak=first.plain.plain(length))
         return plan_loop(length, first.sizes, nbytes)
 
 

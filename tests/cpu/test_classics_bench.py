@@ -128,7 +128,7 @@ def test_schedules_of_chen_are_replayed_as_written(length: int) -> None:
         runs = sum(graph.ops[op].target == "aten.tanh.default" for op in sequence)
         assert runs == sum(isinstance(action, Forward) for action in schedule)
         assert forwards in (None, runs)
-        assert arrays.peak(sequence) - arrays.stays <= (slots + 3) * 10**4
+        assert arrays.peak(sequence) - arrays.persistent <= (slots + 3) * 10**4
     assert runs > 2 * length
 
 

@@ -50,14 +50,14 @@ def test_the_predicted_peak_is_the_metered_one(name: str) -> None:
     captured = lowtide.capture(step, model, optimizer, example)
     costs = lowtide.measure(captured.graph)
     assert not costs.notes
-    stays = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
+    persistent = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
     program = lowtide.keep_everything(captured.graph)
     predicted = lowtide.simulate(captured.graph, costs, program).peak
     assert predicted == lowtide.check(captured.graph, costs, program)
-    found = stays + metered(lowtide.execute(captured, program), example)
+    found = persistent + metered(lowtide.execute(captured, program), example)
     assert found == pytest.approx(predicted, rel=0.005)
     as_eager = lowtide.simulate(captured.graph, costs, lowtide.as_eager(captured.graph)).peak
-    eager = stays + metered(lambda *batch: step(model, optimizer, *batch), example)
+    eager = persistent + metered(lambda *batch: step(model, optimizer, *batch), example)
     assert eager == pytest.approx(as_eager, rel=0.005)
 
 

@@ -153,7 +153,7 @@ def test_a_profile_adds_up() -> None:
     graph = small_graph()
     program = Program(graph.fingerprint, (Run(0), Run(1), Free(2), Run(2, over=((4, 0),)), Free(3)))
     found = profile(graph, declared(graph), program)
-    assert (found.peak, found.stays, found.own) == (440, 140, 300)
+    assert (found.peak, found.persistent, found.own) == (440, 140, 300)
     assert found.moment.op == "mmb_0"
     held = {name: nbytes for name, nbytes in found.categories.items() if nbytes}
     assert held == {"parameters": 100, "gradients": 100, "batch": 40, "activations": 200}

@@ -111,7 +111,7 @@ class Machine:
             storage = graph.values[item.value].storage
             cell = Cell(costs.nbytes[item.value], -1, self.right[item.value], storage)
             self.homes[storage] = self.cells(item.home)[item.value] = cell
-        self.kept = {graph.values[item.value].storage for item in graph.inputs if item.stays}
+        self.kept = {graph.values[item.value].storage for item in graph.inputs if item.persistent}
         self.heap = list(self.device.values())  # every cell of the device that was ever there
         self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
         self.draws: list[int] = []  # ops, in the order in which they drew
@@ -420,7 +420,7 @@ class History:
     def homeless(self, now: int, value: int) -> bool:
         """Whether the storage was one that the step uses up, and is gone."""
         mine = {v for v in range(len(self.graph.values)) if self.same(v, value)}
-        if self.home(value) != "device" or any(item.stays and item.value in mine for item in self.graph.inputs):
+        if self.home(value) != "device" or any(item.persistent and item.value in mine for item in self.graph.inputs):
             return False
         frees = [n for n, row in enumerate(self.rows[:now]) if isinstance(row, Free) and row.place == "device"]
         return any(self.rows[n].value in mine and self.at_home(n, self.rows[n].value) for n in frees)  # type: ignore[union-attr]
@@ -557,8 +557,8 @@ class History:
             yield "out of order"
         for value in range(len(graph.values)):
             written = any(value == old for op in graph.ops for _, old in op.updates)
-            stays = any(item.stays and self.same(item.value, value) for item in graph.inputs) and not written
-            expected = any(output.value == value for output in graph.outputs) or stays
+            persistent = any(item.persistent and self.same(item.value, value) for item in graph.inputs) and not written
+            expected = any(output.value == value for output in graph.outputs) or persistent
             home = self.home(value)
             for place in ("device", "host", "disk"):
                 if self.flying(end, place, value):

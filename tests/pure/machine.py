@@ -144,7 +144,7 @@ class Machine:
             counted = self.costs.nbytes[item.value] if item.home == "device" else 0
             self.homes[storage] = self.held(item.home)[item.value] = Block(memory, counted, storage)
             self.outside += counted
-        self.kept = {self.graph.values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+        self.kept = {self.graph.values[item.value].storage: item.value for item in self.graph.inputs if item.persistent}
 
     def held(self, place: str) -> dict[int, Block]:
         """The blocks in a place."""

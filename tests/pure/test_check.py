@@ -199,7 +199,7 @@ def test_an_input_can_be_away_for_a_while_but_the_caller_keeps_its_bytes() -> No
 
 
 def test_an_input_that_the_step_uses_up_gives_its_bytes_back() -> None:
-    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), stays=False)))
+    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), persistent=False)))
     costs = dataclasses.replace(COSTS, graph=graph.fingerprint)
     for rows in ([*GOOD[:1], Free(X), *GOOD[1:]], [*GOOD[:1], *_away(X), *GOOD[1:], *_back(X)]):
         assert check(graph, costs, Program(graph.fingerprint, tuple(rows))) == 576 - 128
@@ -224,7 +224,7 @@ def test_an_old_content_comes_back_beside_the_new_one() -> None:
 
 
 def test_the_start_counts() -> None:
-    graph = Graph((), (_value("x", 128, "batch", 0),), (Input(0, ("x",), stays=False),), ())
+    graph = Graph((), (_value("x", 128, "batch", 0),), (Input(0, ("x",), persistent=False),), ())
     for rows in ((), (Free(0),)):
         program = Program(graph.fingerprint, rows)
         assert check(graph, declared(graph), program) == 128
@@ -388,8 +388,8 @@ def test_refuses_another_size_in_place() -> None:
 def test_refuses_to_overwrite_an_input() -> None:
     costs = dataclasses.replace(COSTS, in_place=(((H, X),), *COSTS.in_place[1:]))
     _refuses("illegal in-place", 0, "input", costs, _good(0, 1, Run(LINEAR, over=((H, X),))))
-    for stays in (True, False):
-        inputs = (*GRAPH.inputs[:2], Input(X, (0,), stays))
+    for persistent in (True, False):
+        inputs = (*GRAPH.inputs[:2], Input(X, (0,), persistent))
         graph = dataclasses.replace(GRAPH, inputs=inputs)
         costs = dataclasses.replace(costs, graph=graph.fingerprint)
         _refuses("illegal in-place", 0, "input", costs, _good(0, 1, Run(LINEAR, over=((H, X),))), graph)
@@ -415,7 +415,7 @@ def test_refuses_pairs_that_are_not_of_this_run() -> None:
 def test_refuses_what_is_not_in_the_callers_own_storage() -> None:
     """What the step uses up has no home to come back to; and a second maker makes a new tensor."""
     outputs = (*GRAPH.outputs, Output(X, "result", (1,)))
-    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), stays=False)), outputs=outputs)
+    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), persistent=False)), outputs=outputs)
     costs = dataclasses.replace(COSTS, graph=graph.fingerprint)
     _refuses("away from home", 4, "%2 x", costs, [*GOOD[:1], *_away(X), *_back(X), *GOOD[1:]], graph)
     graph = dataclasses.replace(GRAPH, ops=(*GRAPH.ops, _op("add", W, E, makes=W2, optional=True)))

@@ -159,7 +159,7 @@ def assert_classic(name: str, arrays: Problem, order: Ints) -> None:
     assert_valid(arrays, natural, None)
     high = arrays.peak(order)
     for part in (1.0, 0.7, 0.4, 0.1):
-        budget = int(arrays.stays + part * (high - arrays.stays))
+        budget = int(arrays.persistent + part * (high - arrays.persistent))
         sequence = find(budget)
         if sequence is not None:
             assert_valid(arrays, sequence, budget)
@@ -242,14 +242,14 @@ def test_a_table_predicts_the_peak_and_the_seconds(step: tuple[Graph, Costs], me
     sizes, keeps = measured_chain(chain, menus=menus)
     made = {value for part in chain.parts for op in part.forward for value in step[0].makes[op]}
     uncounted = int(arrays.nbytes[sorted(made - chain.droppable)].sum())
-    own = (arrays.peak(order) - arrays.stays) // 4
+    own = (arrays.peak(order) - arrays.persistent) // 4
     table = Rotor(sizes.in_units(4), own)
     base = arrays.time(order) - float(sizes.seconds.sum())
     for memory in (own, own * 3 // 4, own // 2):
         schedule = table.schedule(memory)
         if schedule is not None:
             sequence = chain.replay(schedule, keeps)
-            assert arrays.peak(sequence) - arrays.stays - uncounted <= memory * 4
+            assert arrays.peak(sequence) - arrays.persistent - uncounted <= memory * 4
             assert arrays.time(sequence) <= base + table.seconds(memory) + 1e-6
 
 

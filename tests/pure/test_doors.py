@@ -116,7 +116,7 @@ def test_damaged_games(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(Game, "struct", struct)
-    budget = found.stays + chance.choice((0, 1000, 10**9))
+    budget = found.persistent + chance.choice((0, 1000, 10**9))
     allowed(
         lambda: exact(found, budget, limit=2000, seconds=0.2),
         lambda: least_peak(found, limit=2000, seconds=0.2),

@@ -99,7 +99,7 @@ def step_with_gradients(layers: int, nbytes: int) -> tuple[Graph, Costs]:
     for k in reversed(range(layers)):
         new.append(op(f"gradient{k}", [kept[k], back], value(f"n{k}", "gradient")))
         back = op(f"backward{k}", [back, kept[k + 1], weights[k]], value(f"d{k}", "activation gradient"))
-    inputs = [Input(v, (v,)) for v in (batch, *weights)] + [Input(v, (v,), stays=False) for v in old]
+    inputs = [Input(v, (v,)) for v in (batch, *weights)] + [Input(v, (v,), persistent=False) for v in old]
     outputs = tuple(Output(v, "gradient", (v,)) for v in new)
     graph = Graph(tuple(ops), tuple(values), tuple(inputs), outputs)
     return graph, declared(graph)
@@ -108,7 +108,7 @@ def step_with_gradients(layers: int, nbytes: int) -> tuple[Graph, Costs]:
 def test_activations_move_out_to_where_gradients_will_be() -> None:
     graph, costs = step_with_gradients(layers=12, nbytes=1024)
     program = emit(problem(graph, costs), captured_order(graph))
-    dropped = tuple(Free(item.value) for item in graph.inputs if not item.stays)
+    dropped = tuple(Free(item.value) for item in graph.inputs if not item.persistent)
     program = Program(program.graph, dropped + program.instructions)
     live = check(graph, costs, program)
     for limit in (live, None):

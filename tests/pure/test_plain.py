@@ -65,7 +65,7 @@ def plainly_shaved(arrays: Problem, sequence: Ints, budget: int, batch: int, pen
     return plain.shave(
         arrays,
         sequence,
-        budget - arrays.stays,
+        budget - arrays.persistent,
         batch=batch,
         penalty=penalty,
         weight=np.ones(len(arrays.nbytes)),
@@ -89,7 +89,7 @@ def test_profile_shave_and_tidy_are_those_of_the_compiled_loops(case: Costed) ->
                 np.testing.assert_array_equal(mine, shaved)
             np.testing.assert_array_equal(plain.profile(arrays, shaved), arrays.profile(shaved))
             most = max(budget, peak)
-            mine = plain.tidy(arrays, shaved, most - arrays.stays, passes=4, work=np.array([ENDLESS]))
+            mine = plain.tidy(arrays, shaved, most - arrays.persistent, passes=4, work=np.array([ENDLESS]))
             np.testing.assert_array_equal(mine, tidy(arrays, shaved, most))
 
 

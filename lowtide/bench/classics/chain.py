@@ -115,19 +115,19 @@ class Chain:
         self.length = length
         self.graph = capture(*build(chain(length))).graph
         self.costs = roofline(self.graph)
-        self.arrays, self.stays = problem(self.graph, self.costs), self.costs.stays(self.graph)
+        self.arrays, self.persistent = problem(self.graph, self.costs), self.costs.persistent(self.graph)
         self.keep = plan(self.graph, self.costs)
 
     @property
     def kept(self) -> Point:
         """What nothing but order and sharing need."""
-        return Point(KEEP, self.length, self.keep.peak - self.stays, 0.0, self.keep.planning_seconds)
+        return Point(KEEP, self.length, self.keep.peak - self.persistent, 0.0, self.keep.planning_seconds)
 
     def by_chen(self, way: str) -> Point:
         """What one of Chen's schedules needs."""
         sequence = replay(self.graph, self.arrays, SCHEDULES[way](self.length))
         extra = self.arrays.time(sequence) / self.keep.base_seconds - 1
-        return Point(way, self.length, self.arrays.peak(sequence) - self.stays, extra, 0.0)
+        return Point(way, self.length, self.arrays.peak(sequence) - self.persistent, extra, 0.0)
 
     def by_lowtide(self, theirs: str, time_limit: float) -> Point:
         """Lowtide with the slots with which Revolve needs no more forwards; it is told nothing of that but the bytes.
@@ -141,15 +141,15 @@ class Chain:
         best, seconds = None, 0.0
         for own in sorted({low + (other.own - low) * number // (TRIES - 1) for number in range(TRIES)}):
             try:
-                found = plan(self.graph, self.costs, self.stays + own, time_limit=time_limit)
+                found = plan(self.graph, self.costs, self.persistent + own, time_limit=time_limit)
             except BudgetError:
                 continue
             seconds = max(seconds, found.planning_seconds)
-            best = Point(WAYS[theirs], length, found.peak - self.stays, found.overhead, seconds)
+            best = Point(WAYS[theirs], length, found.peak - self.persistent, found.overhead, seconds)
             if found.overhead <= other.overhead:
                 break
         if best is None:
-            raise BudgetError(f"no plan for a chain of {length:,} nodes within {self.stays + other.own:,} bytes.")
+            raise BudgetError(f"no plan for a chain of {length:,} nodes within {self.persistent + other.own:,} bytes.")
         return best
 
 

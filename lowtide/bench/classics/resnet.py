@@ -38,22 +38,22 @@ def deep_plan(small: bool) -> Found:
     measure(graph, cache=False)
     measured = perf_counter()
     costs = roofline(graph)
-    stays = costs.stays(graph)
+    persistent = costs.persistent(graph)
     limit = TIME_LIMIT / 10 if small else LONG
     free = plan(graph, costs, time_limit=limit)
-    budgets = (stays + MAPS, WHOLE)
+    budgets = (persistent + MAPS, WHOLE)
     if small:
-        budgets = (stays + (free.peak - stays) // 2, stays + (free.peak - stays) * 3 // 4)
+        budgets = (persistent + (free.peak - persistent) // 2, persistent + (free.peak - persistent) * 3 // 4)
     maps, whole = (plan(graph, costs, budget, time_limit=limit) for budget in budgets)
     wait = measured - begun + max(maps.planning_seconds, whole.planning_seconds)
     chen = "48 -> 7 GB at +30%"
     return Found(
         (
-            Figure("feature maps and gradients", maps.peak - stays, "bytes", chen, most=budgets[0] - stays),
+            Figure("feature maps and gradients", maps.peak - persistent, "bytes", chen, most=budgets[0] - persistent),
             Figure("their extra time", maps.overhead, "overhead", chen, most=MAPS_OVERHEAD),
             Figure("the whole step", whole.peak, "bytes", chen, most=budgets[1]),
             Figure("its extra time", whole.overhead, "overhead", chen, most=WHOLE_OVERHEAD),
-            Figure("without recomputation", free.peak - stays, "bytes", "48 GB"),
+            Figure("without recomputation", free.peak - persistent, "bytes", "48 GB"),
             Figure("captured in", captured - begun, "seconds"),
             Figure("measured in", measured - captured, "seconds"),
             Figure("captured, measured and planned in", wait, "seconds", "2.5 h (HiRemate)", most=WAIT),
@@ -152,7 +152,7 @@ def sharing(small: bool) -> Found:
     costs = roofline(graph)
     nothing = unshared(graph, costs)
     found = plan(graph, costs)
-    shared = found.peak - costs.stays(graph)
+    shared = found.peak - costs.persistent(graph)
     return Found(
         (
             Figure("less than with nothing shared", nothing / shared, "times", "2 to 3 times (Chen)", least=2.6),

@@ -94,7 +94,7 @@ def rotor(*, most: Sequence[int], menus: bool) -> Prepare:
 
 
 def _solve(problem: Problem, budget: int, chain: Segments, sizes: Chain, menus: Menus) -> Ints | None:
-    unit = max(1.0, (budget - problem.stays) / UNITS)
+    unit = max(1.0, (budget - problem.persistent) / UNITS)
     table = Rotor(sizes.in_units(unit), int(HEADROOM * UNITS))
 
     def make(memory: int) -> Ints | None:
