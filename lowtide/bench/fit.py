@@ -136,17 +136,17 @@ def race_target(
     verdicts: list[Verdict] = []
     for number, group in enumerate(groups(contestants, eager_peak=found.eager_peak, room=room())):
         with ExitStack() as stack:
-            heat = _Heat(stack, found, rounds=rounds, time_limit=time_limit, say=say)
+            contest = _Contest(stack, found, rounds=rounds, time_limit=time_limit, say=say)
             for contestant in group:
-                heat.enter(contestant)
-            raced = heat.race()
+                contest.enter(contestant)
+            raced = contest.race()
             cells += raced if number == 0 else raced[1:]
             for peer in raced:
                 if peer.way in ("eager", "lowtide") or not peer.finished:
                     continue
                 verdict = judge(peer, cells)
                 if duel and not verdict.ok:
-                    verdict, mine = heat.duel(peer)
+                    verdict, mine = contest.duel(peer)
                     cells.append(mine)
                 verdicts.append(verdict)
     return Fit(found, tuple(sorted(cells, key=_place)), tuple(verdicts))
@@ -165,7 +165,7 @@ def _place(cell: Cell) -> int:
     return ("eager", "lowtide").index(cell.way) if cell.way in ("eager", "lowtide") else 2
 
 
-class _Heat:
+class _Contest:
     """Contestants that race at once, with eager; the processes end with the stack."""
 
     def __init__(self, stack: ExitStack, found: Survey, *, rounds: int, time_limit: float, say: Say) -> None:

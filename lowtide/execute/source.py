@@ -1,7 +1,7 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed. A step with a turn is a generator, which yields there.
+to know how far a step came that failed. A step with a handover is a generator, which yields there.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class _Writer:
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target, self.device.own_kernel))
+        target = (
+            "" if op.target == kernels.HANDOVER else self.constant(kernels.kernel(op.target, self.device.own_kernel))
+        )
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)

@@ -188,11 +188,11 @@ class Stages:
         nbytes = self.problem.nbytes[self.values] / self.budget
         for stage, gate in enumerate(self.path):
             arguments = int(self.problem.nbytes[self.values[self.read[self.reader == gate.op]]].sum())
-            extra = self.on[stage] != self.held[stage]
-            columns = np.concatenate((self.held[stage], self.on[stage, extra]))
-            weights = np.concatenate((nbytes, nbytes[extra]))
+            apart = self.on[stage] != self.held[stage]
+            columns = np.concatenate((self.held[stage], self.on[stage, apart]))
+            weights = np.concatenate((nbytes, nbytes[apart]))
             rows.add(columns[None], weights[None], -np.inf, 1 - (gate.work - arguments) / self.budget)
-            rows.less(self.on[stage, extra], [self.held[stage, extra]])
+            rows.less(self.on[stage, apart], [self.held[stage, apart]])
 
     def _presence(self, rows: _Rows) -> None:
         """What is read in a stage or held at its end was held at its beginning or is made in it."""

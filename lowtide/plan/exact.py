@@ -215,7 +215,11 @@ class Game:
         problem, graph = self.problem, self.problem.graph
         place = {op: number for number, op in enumerate(self.ops)}
         ticks = (problem.seconds * _rate(problem)).astype(np.int64)
-        sizes = {"value": problem.nbytes, "flag": 0 * problem.extra, "state": 0 * problem.extra + graph.generator_bytes}
+        sizes = {
+            "value": problem.nbytes,
+            "flag": 0 * problem.temporaries,
+            "state": 0 * problem.temporaries + graph.generator_bytes,
+        }
         pairs = [pair for move in self.moves for pair in move.pairs]
         numbers = [
             [place[move.op] for move in self.moves],

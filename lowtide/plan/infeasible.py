@@ -35,8 +35,8 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
     item = graph.ops[op]
     values = dict.fromkeys((*graph.reads[op], *item.makes))
     rows = [f"  {costs.nbytes[value]:>14,} B  {graph.show(value)}" for value in _largest(values, costs.nbytes)]
-    if inside := costs.fewest_temporaries(op):
-        rows.append(f"  {inside:>14,} B  temporaries inside the op")
+    if temporaries := costs.fewest_temporaries(op):
+        rows.append(f"  {temporaries:>14,} B  temporaries inside the op")
     where = " ".join(filter(None, (item.module, item.source)))
     copies = bool(problem.copies.moves) and costs.staging
     through = f", with the {costs.staging:,} that copies go through where there are any" if copies else ""

@@ -73,7 +73,7 @@ class Board:
         self.reads = [[value for value in row if problem.maker[value] >= 0] for row in reads]
         self.makes = [problem.makes[problem.make_start[op] : problem.make_start[op + 1]].tolist() for op in self.ops]
         self.pairs = [problem.over_rows[op] for op in self.ops]
-        self.extra = problem.extra[self.ops].tolist()
+        self.temporaries = problem.temporaries[self.ops].tolist()
         self.readers: list[list[int]] = [[] for _ in self.bytes]
         for number, row in enumerate(self.reads):
             for value in row:
@@ -114,7 +114,7 @@ class Board:
     def step(self, number: int, dying: list[int]) -> tuple[int, int]:
         """The bytes that a run needs besides what is there, and how many more are there after it."""
         onto = dict(paired(self.pairs[number], dying))
-        need = self.extra[number] + sum(self.bytes[value] for value in self.makes[number] if value not in onto)
+        need = self.temporaries[number] + sum(self.bytes[value] for value in self.makes[number] if value not in onto)
         return need, self.keeps[number] - sum(self.bytes[value] for value in dying)
 
 

@@ -123,7 +123,7 @@ class Scene:
         self.made = np.zeros(self.length, np.int64)  # bytes that each run makes
         np.add.at(self.made, makers, problem.nbytes[problem.makes[makes]])
         self.saved = self._saved()  # bytes of results that sit on dying arguments
-        self.bytes = self._held() + self.made - self.saved + problem.extra[sequence]
+        self.bytes = self._held() + self.made - self.saved + problem.temporaries[sequence]
 
     def needed(self, value: Ints, place: Ints) -> Flags:
         """Whether what these values are at these places is read there or later, or outlives the step."""
@@ -239,7 +239,7 @@ class Scene:
         widths = []
         for op in ops:
             lacking = [read for read in problem.read_rows[op] if not self.there(read, to)]
-            widths.append(int(problem.extra[op] + problem.nbytes[problem.make_rows[op] + lacking].sum()))
+            widths.append(int(problem.temporaries[op] + problem.nbytes[problem.make_rows[op] + lacking].sum()))
         excess = int(self.bytes[to] - self.made[to] - problem.nbytes[value]) + max(widths) - budget
         return seconds * (1 + penalty * excess * len(ops) / area) if excess > 0 else seconds
 

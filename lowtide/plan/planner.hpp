@@ -214,7 +214,7 @@ struct Planner {
     for (Int op : closure.ops) {
       seconds += price(op, how.rate);
       if (penalty <= 0) continue;
-      Int width = g.extra[op] + made_bytes(op);
+      Int width = g.temporaries[op] + made_bytes(op);
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
         if (!lives.at(g, g.reads[k], to)) width += g.bytes[g.reads[k]];
       widest = std::max(widest, width);
@@ -376,7 +376,7 @@ void Planner::drop(Sequence &sequence, const std::vector<Int> &candidates, Int b
         changes.push_back({place, place, g.bytes[value]});
       }
       if (!fine) break;
-      Int own = g.extra[op] - saved[place];
+      Int own = g.temporaries[op] - saved[place];
       for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) own += g.bytes[g.makes[k]];
       changes.push_back({place, place, -own});
       active[place] = 0;

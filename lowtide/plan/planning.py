@@ -95,7 +95,7 @@ class Planning:
 
     @cached_property
     def gates(self) -> list[Gate]:
-        """The moments at which bounds are looked for."""
+        """The points at which bounds are looked for."""
         return gates(Web(self.arrays), self.order)
 
     def within(self, budget: int | None, method: str = BEST, known: Iterable[Plan] = ()) -> Plan:
@@ -267,7 +267,7 @@ class Planning:
         return tell
 
     def _holding(self, own: int, gate: Gate | None = None) -> Iterator[Ints]:
-        """Sequences that hold a good set at the turn to the backward: cuts there and at the gate that binds most."""
+        """Sequences that hold a good set where the backward begins: cuts there and at the gate that binds most."""
         if not self.gates:
             return
         place = int(np.flatnonzero(self.order == self.gates[0].op)[0])

@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
         ("ops", INT),
         ("values", INT),
         *((name, INTS) for name in ("read_start", "reads", "make_start", "makes")),
-        *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
+        *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "temporaries")),
         ("seconds", REALS),
         *((name, INTS) for name in ("row_start", "keeper", "store_start", "stores", "restore_start", "restores")),
         *((name, INTS) for name in ("instead_start", "instead_of", "instead_op")),
@@ -161,7 +161,7 @@ class Problem:
     nbytes: Ints
     maker: Ints
     killer: Ints
-    extra: Ints
+    temporaries: Ints
     seconds: Floats
     rows: tuple[Alternative, ...]  # of the graph whose keepers are on the device, by value
     table: Rows  # these, and those that copies make
@@ -202,7 +202,7 @@ class Problem:
             ints(self.over_start, ops + 1),
             *(ints(array, flat) for array in (self.over_made, self.over_read)),
             *(ints(array, values) for array in (self.nbytes, self.maker, self.killer)),
-            ints(self.extra, ops),
+            ints(self.temporaries, ops),
             reals(self.seconds, ops),
             *(ints(table.start, values + 1), ints(table.keeper, rows)),
             *(ints(table.store_start, rows + 1), ints(table.stores)),
@@ -331,7 +331,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         nbytes=np.array(nbytes, np.int64),
         maker=np.array(graph.maker, np.int64),
         killer=killer,
-        extra=np.array(costs.extra, np.int64),
+        temporaries=np.array(costs.arena_temporaries, np.int64),
         seconds=np.array(costs.seconds, np.float64),
         rows=tuple(rows),
         table=tabled(map(as_row, rows), len(graph.values)),

@@ -129,7 +129,7 @@ def _verdict(story: Story, value: int, presences: Sequence[Presence]) -> Verdict
         return "made again"
     if presences[0].end == len(story.runs):
         return "a result"
-    waits = presences[0].start < story.turn <= max(presences[0].reads, default=-1)
+    waits = presences[0].start < story.backward_start <= max(presences[0].reads, default=-1)
     return "kept" if waits else "let go"
 
 
@@ -286,7 +286,7 @@ def _reasons(story: Story, value: int, gap: Gap, ops: list[int] | str, at_peak: 
             )
     left = _left(story, gap.start, gap.end)
     fits = f": {show_bytes(nbytes)} more would not fit" if not gap.held and left < nbytes else ""
-    yield f"At the fullest moment in between, {show_bytes(left)} of the {_limit(story)[0]} are left{fits}."
+    yield f"At the fullest point in between, {show_bytes(left)} of the {_limit(story)[0]} are left{fits}."
     yield _peak(story, at_peak)
 
 

@@ -25,7 +25,7 @@ class Point:
 
     budget: int  # bytes
     peak: int  # bytes, predicted
-    overhead: float  # extra seconds as a fraction of the step without recomputation
+    overhead: float  # added seconds as a fraction of the step without recomputation
     bound: float  # the least overhead that any program within the budget can have
     planning_seconds: float
 
@@ -86,7 +86,7 @@ class Frontier:
         yield Text("\nLeast time against peak", style="bold")
         yield self._table()
         yield Text(
-            f"  of eager: the budget without the persistent {show_bytes(self.persistent)}, as a part of what eager adds",
+            f"  of eager: the budget without the persistent {show_bytes(self.persistent)} as a part of what eager adds",
             style="dim",
         )
         yield Text("\nOverhead against budget", style="bold")

@@ -92,11 +92,11 @@ def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableTyp
     if peaks.interpreter is not None:
         rows.append(("not counted", peaks.interpreter, "Python and torch themselves"))
     yield Table("lrs", [(name, show_bytes(nbytes), text) for name, nbytes, text in rows], (), ("", "bold", ""), 2)
-    moment = profile.moment
-    module = f" of {moment.module}" if moment.module else ""
-    source = f", {moment.source}" if moment.source else ""
-    target = moment.target.removesuffix(".default")
-    yield _paragraph(f"reached in the {moment.phase}: {target}{module}{source}", width)
+    peak_op = profile.peak_op
+    module = f" of {peak_op.module}" if peak_op.module else ""
+    source = f", {peak_op.source}" if peak_op.source else ""
+    target = peak_op.target.removesuffix(".default")
+    yield _paragraph(f"reached in the {peak_op.phase}: {target}{module}{source}", width)
 
 
 def _against(metered: int, predicted: int) -> str:

@@ -80,14 +80,14 @@ class Story:
     @cached_property
     def lifetimes(self) -> Lifetimes:
         """When each value is there, by instructions."""
-        return lifetimes(self.graph, self.plan.program, self.costs.nbytes, self.costs.extra)
+        return lifetimes(self.graph, self.plan.program, self.costs.nbytes, self.costs.arena_temporaries)
 
     def _runs_before(self, instruction: int) -> int:
         """How many runs there are before an instruction."""
         return bisect_left(self.numbers, instruction)
 
     @cached_property
-    def turn(self) -> int:
+    def backward_start(self) -> int:
         """The first run of the backward; the number of all runs where there is none."""
         return self.graph.forward_ends(run.op for run in self.runs)
 

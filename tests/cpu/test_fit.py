@@ -275,12 +275,12 @@ def test_temporaries_that_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> No
     graph = with_narrow(lowtide.capture(step, model, optimizer, example).graph)
     costs = lowtide.measure(graph)
     backwards = [op for op in range(len(graph.ops)) if graph.ops[op].target == "aten.convolution_backward.default"]
-    assert any(costs.extra[op] > 10_000 for op in backwards)
+    assert any(costs.arena_temporaries[op] > 10_000 for op in backwards)
 
     def understated(graph: lowtide.Graph, **options: Any) -> Costs:
         costs = lowtide.measure(graph, **options)
-        none = [0 if op in backwards else nbytes for op, nbytes in enumerate(costs.extra)]
-        return replace(costs, extra=tuple(none), inside=tuple(none))
+        none = [0 if op in backwards else nbytes for op, nbytes in enumerate(costs.arena_temporaries)]
+        return replace(costs, arena_temporaries=tuple(none), heap_temporaries=tuple(none))
 
     believed = lowtide.plan(graph, understated(graph))
     needed = lowtide.simulate(graph, costs, lowtide.plan(graph, costs).program).peak

@@ -352,8 +352,8 @@ def test_threads_allocate_at_once() -> None:
     held: list[int] = []
 
     def work(number: int) -> None:
-        for turn in range(rounds):
-            one = block(1000 + number + turn % 7)
+        for lap in range(rounds):
+            one = block(1000 + number + lap % 7)
             two = block(64)
             del one, two
         kept = block(1 << 20)

@@ -329,9 +329,11 @@ def test_values_of_a_wrapped_model_wait_across_the_handover(place: Place, monkey
     assert copied_away(fitted)
     assert living(fitted) == 0
     rows = fitted.program.instructions
-    turn = next(n for n, row in enumerate(rows) if hasattr(row, "op") and graph.ops[row.op].target == kernels.TURN)
-    sent = {row.value for row in rows[:turn] if isinstance(row, Copy) and row.to == place}
-    assert sent & {row.value for row in rows[turn:] if isinstance(row, Copy) and row.to == "device"}
+    handover = next(
+        n for n, row in enumerate(rows) if hasattr(row, "op") and graph.ops[row.op].target == kernels.HANDOVER
+    )
+    sent = {row.value for row in rows[:handover] if isinstance(row, Copy) and row.to == place}
+    assert sent & {row.value for row in rows[handover:] if isinstance(row, Copy) and row.to == "device"}
     assert "waits on the" in fitted.report()
 
 

@@ -228,7 +228,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
     return Costs(
         graph=graph.fingerprint,
         seconds=tuple(random.choice((0.0, 0.5, 1.0, 0.1)) for _ in graph.ops),
-        extra=tuple(random.choice((0, 0, 0, 1, 64, 200)) for _ in graph.ops),
+        arena_temporaries=tuple(random.choice((0, 0, 0, 1, 64, 200)) for _ in graph.ops),
         nbytes=nbytes,
         in_place=tuple(in_place),
         origin="measured",
@@ -558,8 +558,8 @@ def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Pro
                         there["twice" if twice else "device", value] = (-1, 0)
                     else:
                         at.append(fit(("twice" if twice else "device", value), costs.nbytes[value]))
-                if costs.extra[op]:
-                    at.append(-1 if random.random() < 0.2 else fit(("twice", -1), costs.extra[op]))
+                if costs.arena_temporaries[op]:
+                    at.append(-1 if random.random() < 0.2 else fit(("twice", -1), costs.arena_temporaries[op]))
                 there = {key: block for key, block in there.items() if key[0] == "device"}
                 for made, read in over:
                     there["device", made] = there.pop(("device", read))

@@ -127,14 +127,14 @@ def training_step(random: Random, layers: int) -> tuple[Graph, Costs]:
     graph = build.graph([*results, gradient])
     costs = declared(graph)
     seconds = tuple(float(random.randint(1, 4)) for _ in graph.ops)
-    extra = tuple(random.choice((0, 0, 64)) for _ in graph.ops)
+    arena_temporaries = tuple(random.choice((0, 0, 64)) for _ in graph.ops)
     in_place = tuple(
         tuple((m, r) for m in makes for r in reads if m != r and costs.nbytes[m] == costs.nbytes[r])
         if random.random() < 0.3
         else ()
         for reads, makes in zip(graph.reads, graph.makes, strict=True)
     )
-    return graph, Costs(costs.graph, seconds, extra, costs.nbytes, in_place, "roofline", "unit")
+    return graph, Costs(costs.graph, seconds, arena_temporaries, costs.nbytes, in_place, "roofline", "unit")
 
 
 steps = st.builds(lambda seed, layers: training_step(Random(seed), layers), st.integers(0, 2**32), st.integers(1, 14))

@@ -135,7 +135,7 @@ def test_damaged_boxes(seed: int) -> None:
         which = chance.randrange(3)
         rows[which] = damaged(chance, rows[which])
     if max(map(abs, map(int, rows[1].tolist())), default=0) > 2**30:
-        rows[1] = last  # the moments would be too many to try
+        rows[1] = last  # the times would be too many to try
     buffers = layout.Buffers(*rows)
     order = np.array(chance.sample(range(count), count), np.int64)
     order = damaged(chance, order) if chance.random() < 0.3 else order

@@ -20,7 +20,7 @@ Now = tuple[frozenset[int], frozenset[int], int, int]  # stored states, kept cel
 
 def nbytes(sizes: Sizes, stored: frozenset[int] | set[int], kept: frozenset[int] | set[int]) -> int:
     """What is held, state by state: the first one is there anyway."""
-    found = sizes.inside * len(kept)
+    found = sizes.internals * len(kept)
     for state in (stored | kept | {cell + 1 for cell in kept}) - {0}:
         after, before = state - 1 in kept, state in kept
         if state in stored:
@@ -196,5 +196,5 @@ def test_too_few_bytes_name_the_least_that_works() -> None:
         plan_loop(40, usual(2, 7), 6)
     assert error.value.least == 7
     assert replay(plan_loop(40, usual(2, 7), 7)) == (820, 7)
-    with pytest.raises(UsageError, match="0 moments"):
+    with pytest.raises(UsageError, match="0 time steps"):
         plan_loop(0, usual(2, 7), 7)

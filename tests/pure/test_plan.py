@@ -114,7 +114,9 @@ def training_chain(length: int, random: Random | None = None) -> tuple[Graph, Co
     costs = declared(graph)
     if random is not None:
         seconds = tuple(float(random.randint(1, 4)) for _ in ops)
-        costs = Costs(graph.fingerprint, seconds, costs.extra, costs.nbytes, costs.in_place, "roofline", "unit")
+        costs = Costs(
+            graph.fingerprint, seconds, costs.arena_temporaries, costs.nbytes, costs.in_place, "roofline", "unit"
+        )
     return graph, costs
 
 
@@ -269,8 +271,8 @@ SEARCHED = [(40, 0), (40, 1), *(pytest.param(40, seed, marks=pytest.mark.long) f
 def test_bounds_hold_where_temporaries_need_less_in_the_heap_than_in_one_piece(length: int, seed: int) -> None:
     random = Random(seed)
     graph, costs = training_chain(length, random)
-    extra = tuple(random.choice((0, 64, 640)) for _ in graph.ops)
-    costs = replace(costs, extra=extra, inside=tuple(nbytes // 8 for nbytes in extra))
+    piece = tuple(random.choice((0, 64, 640)) for _ in graph.ops)
+    costs = replace(costs, arena_temporaries=piece, heap_temporaries=tuple(nbytes // 8 for nbytes in piece))
     smallest = least(graph, costs).peak
     for budget in range(smallest, smallest + 700, 100):
         found = plan(graph, costs, budget, time_limit=0.05)

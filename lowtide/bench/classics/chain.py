@@ -59,7 +59,7 @@ def tanh(small: bool) -> Found:
             Figure(f"{name}: eager's", found.eager.peak, "bytes"),
             yes(f"{name}: all that 5 steps change is eager's, bit for bit", found.equal),
             Figure(f"{name}: time, of eager's", found.time_ratio, "time"),
-            Figure(f"{name}: planned extra time", found.overhead, "overhead"),
+            Figure(f"{name}: planned overhead", found.overhead, "overhead"),
         ]
     return Found(tuple(figures))
 
@@ -103,7 +103,7 @@ def _held(other: Point, mine: Point | None) -> list[Figure]:
         return [yes(f"{name}: planned within {show(PATIENCE, 'seconds')}", False, published)]
     return [
         Figure(name, mine.own, "bytes", published, most=other.own),
-        Figure("  its extra time", mine.overhead, "overhead", published, most=other.overhead),
+        Figure("  its overhead", mine.overhead, "overhead", published, most=other.overhead),
         Figure("  planned in", mine.planning_seconds, "seconds"),
     ]
 
@@ -126,8 +126,8 @@ class Chain:
     def by_chen(self, way: str) -> Point:
         """What one of Chen's schedules needs."""
         sequence = replay(self.graph, self.arrays, SCHEDULES[way](self.length))
-        extra = self.arrays.time(sequence) / self.keep.base_seconds - 1
-        return Point(way, self.length, self.arrays.peak(sequence) - self.persistent, extra, 0.0)
+        overhead = self.arrays.time(sequence) / self.keep.base_seconds - 1
+        return Point(way, self.length, self.arrays.peak(sequence) - self.persistent, overhead, 0.0)
 
     def by_lowtide(self, theirs: str, time_limit: float) -> Point:
         """Lowtide with the slots with which Revolve needs no more forwards; it is told nothing of that but the bytes.
@@ -178,15 +178,15 @@ def replay(graph: Graph, arrays: Problem, schedule: Sequence[Action]) -> Ints:
     ahead = [op for op in ops if graph.ops[op].target.startswith("aten.tanh.")]
     back = [op for op in ops if graph.ops[op].target.startswith("aten.tanh_backward.")][::-1]
     assert len(ahead) == len(back) == 1 + max(action.step for action in schedule)
-    turned = False
+    backwards = False
     sequence = ops[: ahead[0]]
     for action in schedule:
         if isinstance(action, Forward):
             sequence.append(ahead[action.step])
             continue
-        if not turned:
+        if not backwards:
             sequence += ops[ahead[-1] + 1 : back[-1]]
-            turned = True
+            backwards = True
         sequence.append(back[action.step])
     found = np.array([*sequence, *ops[back[0] + 1 :]], np.int64)
     assert arrays.allows(found)

@@ -50,9 +50,9 @@ def deep_plan(small: bool) -> Found:
     return Found(
         (
             Figure("feature maps and gradients", maps.peak - persistent, "bytes", chen, most=budgets[0] - persistent),
-            Figure("their extra time", maps.overhead, "overhead", chen, most=MAPS_OVERHEAD),
+            Figure("their overhead", maps.overhead, "overhead", chen, most=MAPS_OVERHEAD),
             Figure("the whole step", whole.peak, "bytes", chen, most=budgets[1]),
-            Figure("its extra time", whole.overhead, "overhead", chen, most=WHOLE_OVERHEAD),
+            Figure("its overhead", whole.overhead, "overhead", chen, most=WHOLE_OVERHEAD),
             Figure("without recomputation", free.peak - persistent, "bytes", "48 GB"),
             Figure("captured in", captured - begun, "seconds"),
             Figure("measured in", measured - captured, "seconds"),
@@ -79,7 +79,7 @@ def deep_step(small: bool) -> Found:
         (
             Figure("metered peak of the whole step", train.peak, "bytes", "7 GB planned (Chen)", most=bar),
             Figure(f"within the aim, {show(aim, 'bytes')}", float(train.peak <= aim), "yes"),
-            Figure("planned extra time", train.plan.overhead, "overhead", "+30%"),
+            Figure("planned overhead", train.plan.overhead, "overhead", "+30%"),
             Figure("its time, in the arena", times[-1], "seconds"),
             Figure("the first step's time", times[0], "seconds"),
             Figure("prepared in", seconds, "seconds"),
@@ -138,7 +138,7 @@ def _raced(target: str, *, part: int, most: float | None, published: str) -> Fou
             yes("all that 5 steps change is eager's, bit for bit", found.equal),
             Figure("metered peak", found.lowtide.peak, "bytes", most=found.budget),
             Figure("eager's", found.eager.peak, "bytes"),
-            Figure("planned extra time", found.overhead, "overhead"),
+            Figure("planned overhead", found.overhead, "overhead"),
             Figure("a step", found.seconds, "seconds"),
             Figure("eager's", found.eager_seconds, "seconds"),
         )
@@ -158,7 +158,7 @@ def sharing(small: bool) -> Found:
             Figure("less than with nothing shared", nothing / shared, "times", "2 to 3 times (Chen)", least=2.6),
             Figure("nothing shared: all feature maps and gradients", nothing, "bytes", "9.87 GB"),
             Figure("shared: the own part of the plan", shared, "bytes", "3.71 GB"),
-            Figure("planned extra time", found.overhead, "overhead", most=1e-6),
+            Figure("planned overhead", found.overhead, "overhead", most=1e-6),
         )
     )
 

@@ -72,9 +72,9 @@ def _internal(chain: Segments) -> Knob:
 def _mixed(chain: Segments) -> Knob:
     """Alpha is what the internals of a segment take, for what enters one."""
     steps, nbytes = len(chain.parts), chain.links.problem.nbytes
-    inside = sum(int(nbytes[list(part.internals | part.leaving)].sum()) for part in chain.parts)
+    internals = sum(int(nbytes[list(part.internals | part.leaving)].sum()) for part in chain.parts)
     entering = sum(int(nbytes[list(part.entering)].sum()) for part in chain.parts)
-    alpha = int(np.clip(round(inside / max(1, entering)), 1, LARGEST_ALPHA))
+    alpha = int(np.clip(round(internals / max(1, entering)), 1, LARGEST_ALPHA))
     return _of_table(mixed(steps, alpha * _slots(steps), alpha), alpha * _root(steps))
 
 

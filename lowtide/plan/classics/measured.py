@@ -190,7 +190,7 @@ class Meter:
             reads, makes = self.links.reads[op], self.links.makes[op]
             for value in (*reads, *makes):
                 place.setdefault(value, len(place))
-            rows.append((float(problem.seconds[op]), int(problem.extra[op]), self.links.repeatable[op]))
+            rows.append((float(problem.seconds[op]), int(problem.temporaries[op]), self.links.repeatable[op]))
             rows.append(tuple(tuple(place[value] for value in values) for values in (reads, makes, *over)))
         for value in place:
             sets = (part.made, part.entering, part.leaving, part.internals)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lowtide.plan.classics.chain import Action, Backward
-from lowtide.plan.classics.tape import Links, Tape, at_the_turn
+from lowtide.plan.classics.tape import Links, Tape, split_at_backward
 from lowtide.plan.problem import Floats, Ints, Problem
 
 MOST = 350  # segments: the dynamic programs grow with the third power
@@ -89,7 +89,7 @@ class Segments:
 
 def segments(problem: Problem, order: Ints, *, most: int = MOST) -> Segments:
     """Cut a step into at most so many segments."""
-    links, (ahead, back) = Links(problem), at_the_turn(problem, order)
+    links, (ahead, back) = Links(problem), split_at_backward(problem, order)
     droppable = _droppable(links, ahead)
     ahead = _early(links, ahead, droppable)
     cuts = _narrow_places(links, ahead, back, droppable, most)
@@ -138,7 +138,7 @@ def _droppable(links: Links, forward: list[int]) -> Values:
 
 
 def _early(links: Links, forward: list[int], droppable: Values) -> list[int]:
-    """The forward, where what needs no more than it sets free (each moment's loss, say) runs right after what it reads.
+    """The forward, where what needs no more than it sets free (a time step's loss, say) runs right after what it reads.
 
     What makes nothing worth dropping counts as such.
     """
