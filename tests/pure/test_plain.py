@@ -162,7 +162,11 @@ def test_shaving_ends_when_the_work_is_done() -> None:
     order = captured_order(case.graph)
     budget = budgets(arrays, order)[0]
     lengths = [
-        len(plainly_shaved(arrays, order, budget, 1, 0.0, plain.SLOW * (plain.ROUND + 4 * len(order)) * rounds))
+        len(
+            plainly_shaved(
+                arrays, order, budget, 1, 0.0, plain.PLAIN_PLACE * (plain.PLAIN_ROUND + 4 * len(order)) * rounds
+            )
+        )
         for rounds in (0, 3, 9)
     ]
     assert lengths[0] < lengths[1] < lengths[2]
