@@ -74,6 +74,8 @@ LABELLED: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"aten.nll_loss_forward.default": (1, 2, 3, 4), "aten.nll_loss2d_forward.default": (1, 2, 3, 4)}
 )
 MEAN, SUM = 1, 2  # reductions
+# Backwards that make each of their results by a kernel of its own, and the place of the argument that asks for each.
+SEPARABLE: Mapping[str, int] = MappingProxyType({"aten.convolution_backward.default": 10})
 RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "aten.threshold_backward.default"
 # Calls whose second result counts the elements of a plane of their argument: the dimensions of that plane.
 INDICES: Mapping[str, int] = MappingProxyType(

@@ -21,7 +21,7 @@ from lowtide.kernels import constant, overload, returns_one
 from lowtide.private import bare_kernel
 
 PARTS = (2, 3)  # examples of the two parts
-LARGE = 2**25  # elements of all tensors of a trial, from which it has one example in each part, in single precision
+LARGE = 2**20  # elements of all tensors of a trial, from which it has one example in each part, in single precision
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # differences from rounding, of the largest number
 WORDS = ("normal", "positive")  # two kinds of contents; either alone would let some calls look alike
 
