@@ -28,6 +28,9 @@ AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own pr
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+FIRST = 0.6  # of the time for the search, where state and parameters may move out: for the plan in which none does
+
+Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Calla
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     *,
     rounding: bool,
     away: Away | None = None,
@@ -138,17 +141,20 @@ def choose(
     """
     if away is None:
         return _choose(graph, price, search, rounding=rounding)
+    rungs = away.homes(graph)
+    first = FIRST if rungs else 1.0
     try:
-        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites())
+        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites(), part=first)
     except BudgetError as failure:
         best, least = None, failure
     if best is not None and best.plan.overhead <= WORTH:
         return best
     # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
-    rungs = away.homes(graph)
+    # A search that found nothing has hardly taken any of its time.
+    part = (1 - first) / len(rungs) if best is not None and rungs else 1 / max(1, len(rungs))
     for homes in rungs if best is not None else reversed(rungs):
         try:
-            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes))
+            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes), part=part)
         except BudgetError as failure:
             if best is not None:
                 break
@@ -164,10 +170,11 @@ def choose(
 def _choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     *,
     rounding: bool,
     besides: tuple[Rewrite, ...] = (),
+    part: float = 1.0,
 ) -> Choice:
     """The quickest plan of a captured graph, whole or with layers cut in time, with these passes besides."""
     best: Choice | None = None
@@ -181,7 +188,7 @@ def _choose(
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             continue  # slower, even if nothing runs twice
         try:
-            found = replace(search(candidate, costs, eager), rewrites=rewritten.rewrites)
+            found = replace(search(candidate, costs, eager, part), rewrites=rewritten.rewrites)
         except BudgetError as error:
             if not rounding:
                 if not _helps(graph, candidate, costs):

@@ -92,10 +92,10 @@ def plan(
     def price(graph: Graph) -> Costs:
         return costs_of(graph, costs, offload_dir)
 
-    def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
         nbytes = read_budget(budget or "", stays=found.stays(graph), eager_peak=eager_peak)
         with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
+            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
             return planning.within(nbytes, method)
 

@@ -138,11 +138,11 @@ class Maker:
         found = replace(found, rewrites=rewritten.rewrites)
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
-    def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
         if self.budget is None:
             self.budget = self._read_budget(graph.device, costs.stays(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
+        return plan(graph, costs, self.budget, time_limit=part * self._request.time_limit)
 
     def _read_budget(self, device: str, stays: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""

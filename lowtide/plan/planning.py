@@ -36,6 +36,8 @@ ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in
 LOWER = 0.4  # of what the arena has too much
 FAR = 1.05  # times the budget: what the simulator can count otherwise is less
 SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
+STILL, MOVING = 0.4, 0.15  # of the time limit, where there may be copies: for plans without them, and for those that
+# run nothing twice; what is left is for both together, which starts from these
 BEST, ONE_SHOT, OFFLOAD = "lowtide", "one-shot", "offload"
 METHODS = (BEST, ONE_SHOT, *CLASSICS)  # for any step; OFFLOAD is for those that offer copies
 
@@ -106,14 +108,17 @@ class Planning:
         if method != BEST:
             return self._promise(self._by_name(method, budget), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
-        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
+        limit = self.time_limit * (1.0 if self.copying is None else STILL)
+        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, limit, begun)
         if self.copying is not None and (program is None or self._seconds(program) > self.base):
             program = self._with_copies(self.copying, budget, [program, *(one.program for one in fitting)])
         if program is None:
             program = self._last_resort(budget)
         return self._promise(program, budget, bound, begun)
 
-    def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
+    def _without_copies(
+        self, budget: int | None, known: list[Plan], limit: float, begun: float
+    ) -> tuple[Program | None, float]:
         """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
         for order in (self.order, self.one_shot):
             if budget is not None and self.arrays.peak(order) > FAR * budget:
@@ -123,18 +128,20 @@ class Planning:
                 return program, 0.0
         assert budget is not None
         still = [one.program for one in known if not one.program.copies]
-        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
+        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], limit, begun)
         return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
 
     def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
         """The quickest program, with copies or without; none is slower than those that are known."""
         if budget is None:
             return self._finish(arrays, weave(arrays, self.order), None)
-        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
+        moving = self.time_limit * MOVING
+        programs = [program for program in (*known, self._offloaded(budget, moving)) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
-        until = time.monotonic() + self.time_limit
-        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, until)
+        limit = self.time_limit * (1 - MOVING - (0 if self.elsewhere else STILL))
+        until = time.monotonic() + limit
+        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
     def least(self) -> Plan:
@@ -174,7 +181,7 @@ class Planning:
     def _by_name(self, method: str, budget: int | None) -> Program:
         """What a classic finds, or the order with the least peak."""
         if method == OFFLOAD:
-            program = self._offloaded(budget)
+            program = self._offloaded(budget, self.time_limit)
         elif self.elsewhere:
             raise UsageError(f"{method} plans no step with state elsewhere.", hint=f"plan by {BEST} or {OFFLOAD}.")
         else:
@@ -185,7 +192,7 @@ class Planning:
             raise explain(arrays, budget or 0, self._peak(self._lowest), method)
         return program
 
-    def _offloaded(self, budget: int | None) -> Program | None:
+    def _offloaded(self, budget: int | None, limit: float) -> Program | None:
         """The quickest program in which no op runs twice: what there is no room for is copied away."""
         arrays = self._copying(again=False)
         if arrays is None:
@@ -193,7 +200,8 @@ class Planning:
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        return self._within(arrays, orders, budget - self.costs.staging, 0.0, time.monotonic() + self.time_limit)[0]
+        until = time.monotonic() + limit
+        return self._within(arrays, orders, budget - self.costs.staging, 0.0, limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
         """What a classic finds, prepared once for all budgets."""
@@ -201,7 +209,7 @@ class Planning:
             self.prepared[name] = CLASSICS[name].prepare(self.arrays, self.order)
         return self.prepared[name](budget)
 
-    def _search(self, budget: int, known: list[Ints], begun: float) -> tuple[Program | None, float]:
+    def _search(self, budget: int, known: list[Ints], limit: float, begun: float) -> tuple[Program | None, float]:
         """A program within the budget, None if none is found, and a lower bound on the seconds of recomputation."""
         proven = 0.0  # seconds of recomputation
         if len(self.order) <= SMALL and (found := exact(self.arrays, budget, limit=STATES)).proven:
@@ -217,17 +225,17 @@ class Planning:
             return None, 0.0  # nothing fits
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
-        until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
-        program, quickest = self._within(self.arrays, starts, budget, bound, until)
-        if gate is not None and quickest - bound > CLOSE * self.base:
-            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
+        until = max(begun + limit, time.monotonic() + limit / 4)
+        program, quickest = self._within(self.arrays, starts, budget, bound, limit, until)
+        if gate is not None and self.copying is None and quickest - bound > CLOSE * self.base:
+            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + limit / 2)
         return program, bound
 
     def _within(
-        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float
+        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, limit: float, until: float
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
-        target, limit, program, quickest = budget, self.time_limit, None, 0.0
+        target, more, program, quickest = budget, limit / 8, None, 0.0
         for _ in range(ATTEMPTS):
             sequence = self._recompute(arrays, starts, target, bound, limit, until)
             if sequence is None:
@@ -242,7 +250,7 @@ class Planning:
             # A small excess is not a matter of luck in the layout: all of it is taken off.
             part = 1.0 if excess < SLIGHT * budget else LOWER
             target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
-            starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
+            starts, limit, until = [sequence, *starts], limit / 4, until + more
             program = None
         return program, quickest
 

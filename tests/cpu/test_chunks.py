@@ -301,7 +301,7 @@ def test_the_quickest_plan_is_chosen(seconds: tuple[float, ...], chunks: int) ->
     def price(graph: lowtide.Graph) -> Costs:
         return replace(declared(graph), seconds=(0.0,) * len(graph.ops))
 
-    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int) -> Plan:
+    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
         asked.append(seconds[len(asked)])
         return Plan(Program(graph.fingerprint, ()), 1, 1, asked[-1], 5.0, 5.0, 1, 0.0)
 
