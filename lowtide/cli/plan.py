@@ -103,7 +103,8 @@ def plan(
     if load is not None:
         chosen = given(load, captured.graph, price, rounding=rounding)
     else:
-        chosen = choose(captured.graph, price, search, rounding=rounding, away=away)
+        could = Away.nearest(captured.graph.device) if method == BEST else None
+        chosen = choose(captured.graph, price, search, rounding=rounding, away=away, could=could)
     graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None

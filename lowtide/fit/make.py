@@ -11,7 +11,7 @@ from lowtide import report
 from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Choice, choose, eager_peak, given, judged
+from lowtide.choice import ELSEWHERE, FREE, Away, Choice, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Batch, Runner, execute
@@ -77,6 +77,7 @@ class Maker:
                 self._search,
                 rounding=self._request.rounding,
                 away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+                could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
