@@ -108,7 +108,7 @@ def compare(
             graph: Graph, known: Costs, eager_peak: int, part: float, *, method: str, percent: float = percent
         ) -> Plan:
             nonlocal budget
-            budget = budget or read_budget(f"{percent}%", stays=known.stays(graph), eager_peak=eager_peak)
+            budget = budget or read_budget(f"{percent}%", persistent=known.persistent(graph), eager_peak=eager_peak)
             return plan(graph, known, budget, method=method, time_limit=part * time_limit)
 
         for way, (method, away) in WAYS.items():
