@@ -30,6 +30,7 @@ class Flight:
     nbytes: int
     held: torch.Tensor  # until it was waited for
     wanted: bool = True
+    seconds: float | None = None  # that it took
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
@@ -112,5 +113,6 @@ def _work(jobs: queue.SimpleQueue[Flight | None], rate: float) -> None:
             early = begun + (at + length) / rate - time.perf_counter()
             if early > SHORTEST or at + length == flight.nbytes:
                 time.sleep(max(0.0, early))
+        flight.seconds = time.perf_counter() - begun if flight.wanted else None
         flight.done.set()
         del flight

@@ -16,6 +16,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Job:
     nbytes: int
     wanted: bool = True  # a copy that is not is given up at its next piece
     error: OSError | None = None
+    seconds: float | None = None  # that it took, once it is done
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -53,6 +55,11 @@ class DiskFlight:
 
     def __init__(self, job: Job, flights: dict[Job, torch.Tensor], folder: str) -> None:
         self.job, self.flights, self.folder = job, flights, folder
+
+    @property
+    def seconds(self) -> float | None:
+        """What it took, from when the thread began with it; None: it is not done, or was given up."""
+        return self.job.seconds
 
     def wait(self) -> None:
         """Return when the copy is done; one that failed raises a PlaceError."""
@@ -177,7 +184,9 @@ def _work(jobs: queue.SimpleQueue[Job | None], file: int, staging: mmap.mmap | N
     try:
         while (job := jobs.get()) is not None:
             try:
+                begun = time.perf_counter()
                 _PIECEWISE[job.direction, staging is not None](job, file, start)
+                job.seconds = time.perf_counter() - begun if job.wanted else None
             except OSError as error:
                 job.error = error
             finally:

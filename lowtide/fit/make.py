@@ -14,11 +14,11 @@ from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Away, Choice, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
-from lowtide.execute import Batch, Runner, execute
+from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import correct, measure, roofline, with_lanes
+from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
@@ -94,13 +94,24 @@ class Maker:
         return made
 
     def correct(self, fit: Fit) -> bool:
-        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
+        """Once the ops or copies of a step were timed in it: let later plans know; whether that is done."""
+        if fit.runner.program.copies:
+            return self._correct_lanes(fit)
         seconds = fit.runner.timings.ops
         if seconds is None:
             return False
         left = allowance()
         if fit.costs.origin == "measured" and (left is None or left > SPARE):
             correct(fit.runner.captured.graph, fit.costs, seconds)
+        return True
+
+    def _correct_lanes(self, fit: Fit) -> bool:
+        steps = fit.runner.away.transfers
+        if len(steps) < REMEMBERED:
+            return False
+        if fit.costs.origin == "measured":
+            for place in dict.fromkeys(one.place for step in steps for one in step):
+                correct_lanes(fit.runner.device, place, steps, folder=self._request.offload_dir)
         return True
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
