@@ -33,7 +33,9 @@ SIDE = 512  # of the matrices that are multiplied meanwhile
 SIZES = (1, 4, 16, 90)  # MB of a value
 FEWER = (2, 30)  # the same, on places that stand in for another disk
 TOGETHER = 16 * 10**6  # bytes: of small values there are several, as the memory that copies go through is not free
-ROUNDS = 5
+ROUNDS = 7
+TURN = 0.04  # seconds of a way in each round, at least, but for so many steps:
+MOST = 10
 TIME_LIMIT = 0.1  # seconds of search: these graphs are small
 RATES = {"0.5 GB/s": 0.5e9, "2 GB/s": 2e9, "12 GB/s": 12e9}  # of places that stand in for another disk
 DISK = "disk"
@@ -122,16 +124,13 @@ class Outcome:
     load_seconds: float  # the same
     predicted: dict[str, float]  # seconds of a step, by its way
     measured: dict[str, float]  # the same, the median of all rounds
-    recomputed: int  # values that the joint plan makes again
-    copied: int  # values that it copies away
+    chose: dict[str, str]  # by joint plans: recompute, offload or both
     alike: dict[str, str]  # joint plans that are one of the others, too
 
     @property
     def chosen(self) -> str:
         """What the planner chose."""
-        if self.recomputed and self.copied:
-            return "both"
-        return "offload" if self.copied else "recompute"
+        return self.chose["joint"]
 
     @property
     def cheaper(self) -> str:
@@ -150,10 +149,10 @@ class Outcome:
         return high <= (1 + tolerance) * low
 
     def right(self, way: str, tolerance: float) -> bool:
-        """Whether always this way, or a joint plan, was as quick as the cheaper of both; it may be quicker still."""
-        same = self.alike.get(way, way)
+        """Whether always this way, or what a joint plan chose, was the cheaper one; both together may be, too."""
+        seconds = self.measured[self.alike.get(way, way)]
         best = min(self.measured["recompute"], self.measured["offload"])
-        return same == self.cheaper or self.measured[same] <= (1 + tolerance) * best
+        return self.chose.get(way, way) == self.cheaper or seconds <= (1 + tolerance) * best
 
 
 def tolerance(found: Sequence[Outcome]) -> float:
@@ -222,7 +221,6 @@ def outcome(case: Case, place: Place) -> Outcome:
     trial.plan("joint")
     trial.merge()
     measured = time_by_turns(trial.runs, ROUNDS)
-    again, copied = _counts(trial.plans["joint"])
     return Outcome(
         kind=case.kind,
         place=place.name,
@@ -233,8 +231,7 @@ def outcome(case: Case, place: Place) -> Outcome:
         load_seconds=place.load_seconds(case.nbytes),
         predicted={way: found.seconds for way, found in trial.plans.items()},
         measured=measured,
-        recomputed=again,
-        copied=copied,
+        chose={way: _chosen(trial.plans[way]) for way in ("first", "joint")},
         alike=trial.alike,
     )
 
@@ -289,13 +286,19 @@ class _Trial:
 
 
 def time_by_turns(runs: dict[str, Callable[[], Any]], rounds: int, warm_ups: int = 2) -> dict[str, float]:
-    """The median seconds of each, after some that are not counted."""
+    """The median seconds of each, after some that are not counted; short ones run several times in a row."""
     times: dict[str, list[float]] = {way: [] for way in runs}
+    steps = dict.fromkeys(runs, 1)
     for number in range(warm_ups + rounds):
         for way, run in runs.items():
-            seconds = _seconds(run)
+            begun = perf_counter()
+            for _ in range(steps[way]):
+                run()
+            seconds = (perf_counter() - begun) / steps[way]
             if number >= warm_ups:
                 times[way].append(seconds)
+            else:
+                steps[way] = max(1, min(MOST, round(TURN / seconds)))
     return {way: median(found) for way, found in times.items()}
 
 
@@ -332,12 +335,13 @@ def _makes(graph: Graph, op: int, item: Op, case: Case) -> bool:
     )
 
 
-def _counts(found: Plan) -> tuple[int, int]:
-    """How many ops a plan runs again, and how many values it copies away."""
+def _chosen(found: Plan) -> str:
+    """Whether a plan runs ops again, copies values away, or both."""
     items = found.program.instructions
     ops = [item.op for item in items if isinstance(item, Run)]
-    copies = [item for item in items if isinstance(item, Copy) and item.to != "device"]
-    return len(ops) - len(set(ops)), len(copies)
+    if not any(isinstance(item, Copy) for item in items):
+        return "recompute"
+    return "both" if len(ops) > len(set(ops)) else "offload"
 
 
 def _alike(one: Plan, other: Plan) -> bool:
