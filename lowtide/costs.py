@@ -30,7 +30,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one copy took in a step, from when its engine began with it."""
+    """What one copy took in a step, since it was asked for and the one before it was done."""
 
     place: Place
     direction: Direction

@@ -21,7 +21,7 @@ class Flight(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """What a copy that is done took, from when it began; None: not known."""
+        """What a copy took since it was asked for and the one before it was done; None: not known."""
 
     def wait(self) -> None:
         """Return when the copy is done; one that failed raises a PlaceError."""
