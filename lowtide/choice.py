@@ -28,7 +28,6 @@ AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own pr
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
-FIRST = 0.6  # of the time for the search, where state and parameters may move out: for the plan in which none does
 
 Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
 
@@ -153,16 +152,14 @@ def choose(
         except BudgetError as error:
             raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
     rungs = away.homes(graph)
-    first = FIRST if rungs else 1.0
     try:
-        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites(), part=first)
+        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites())
     except BudgetError as failure:
         best, least = None, failure
     if best is not None and best.plan.overhead <= WORTH:
         return best
     # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
-    # A search that found nothing has hardly taken any of its time.
-    part = (1 - first) / len(rungs) if best is not None and rungs else 1 / max(1, len(rungs))
+    part = 1 / max(1, len(rungs))
     for homes in rungs if best is not None else reversed(rungs):
         try:
             found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes), part=part)

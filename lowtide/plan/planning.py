@@ -28,12 +28,11 @@ from lowtide.plan.settings import (
     ARENA_ATTEMPTS,
     ARENA_STEP,
     CLOSE_TO_BOUND,
-    COPIES_SHARE,
     FAR_OVER,
+    MIXED_SHARE,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
-    STILL_SHARE,
     TIME_LIMIT,
 )
 from lowtide.program import Plan, Program
@@ -110,17 +109,14 @@ class Planning:
         if method != BEST:
             return self._promise(self._by_name(method, budget), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
-        limit = self.time_limit * (1.0 if self.copying is None else STILL_SHARE)
-        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, limit, begun)
+        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
         if self.copying is not None and (program is None or self._seconds(program) > self.base):
             program = self._with_copies(self.copying, budget, [program, *(one.program for one in fitting)])
         if program is None:
             program = self._last_resort(budget)
         return self._promise(program, budget, bound, begun)
 
-    def _without_copies(
-        self, budget: int | None, known: list[Plan], limit: float, begun: float
-    ) -> tuple[Program | None, float]:
+    def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
         """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
         for order in (self.order, self.one_shot):
             if budget is not None and self.arrays.peak(order) > FAR_OVER * budget:
@@ -130,18 +126,17 @@ class Planning:
                 return program, 0.0
         assert budget is not None
         still = [one.program for one in known if not one.program.copies]
-        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], limit, begun)
+        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
         return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
 
     def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
         """The quickest program, with copies or without; none is slower than those that are known."""
         if budget is None:
             return self._finish(arrays, weave(arrays, self.order), None)
-        moving = self.time_limit * COPIES_SHARE
-        programs = [program for program in (*known, self._offloaded(budget, moving)) if program is not None]
+        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
-        limit = self.time_limit * (1 - COPIES_SHARE - (0 if self.elsewhere else STILL_SHARE))
+        limit = self.time_limit * MIXED_SHARE
         until = time.monotonic() + limit
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
@@ -186,7 +181,7 @@ class Planning:
     def _by_name(self, method: str, budget: int | None) -> Program:
         """What a classic finds, or the order with the least peak."""
         if method == OFFLOAD:
-            program = self._offloaded(budget, self.time_limit)
+            program = self._offloaded(budget)
         elif self.elsewhere:
             raise UsageError(f"{method} plans no step with state elsewhere.", hint=f"plan by {BEST} or {OFFLOAD}.")
         else:
@@ -197,7 +192,7 @@ class Planning:
             raise explain(arrays, budget or 0, self._peak(self._lowest), method)
         return program
 
-    def _offloaded(self, budget: int | None, limit: float) -> Program | None:
+    def _offloaded(self, budget: int | None) -> Program | None:
         """The quickest program in which no op runs twice: what there is no room for is copied away."""
         arrays = self._copying(again=False)
         if arrays is None:
@@ -205,8 +200,8 @@ class Planning:
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        until = time.monotonic() + limit
-        return self._within(arrays, orders, budget - self.costs.staging, 0.0, limit, until)[0]
+        until = time.monotonic() + self.time_limit
+        return self._within(arrays, orders, budget - self.costs.staging, 0.0, self.time_limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
         """What a classic finds, prepared once for all budgets."""
@@ -214,7 +209,7 @@ class Planning:
             self.prepared[name] = CLASSICS[name].prepare(self.arrays, self.order)
         return self.prepared[name](budget)
 
-    def _search(self, budget: int, known: list[Ints], limit: float, begun: float) -> tuple[Program | None, float]:
+    def _search(self, budget: int, known: list[Ints], begun: float) -> tuple[Program | None, float]:
         """A program within the budget, None if none is found, and a lower bound on the seconds of recomputation."""
         proven = 0.0  # seconds of recomputation
         if len(self.order) <= SMALL_GRAPH and (found := exact(self.arrays, budget, limit=SMALL_GRAPH_STATES)).proven:
@@ -230,10 +225,10 @@ class Planning:
             return None, 0.0  # nothing fits
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
-        until = max(begun + limit, time.monotonic() + limit / 4)
-        program, quickest = self._within(self.arrays, starts, budget, bound, limit, until)
+        until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
+        program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until)
         if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
-            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + limit / 2)
+            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
         return program, bound
 
     def _within(
