@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
+from lowtide.plan.classics.find import Find
 from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_copies, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
@@ -24,6 +25,7 @@ from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
+from lowtide.plan.stretches import stretches
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
@@ -92,6 +94,11 @@ class Planning:
                 hint="install one, or plan without offload.",
             )
         return copying(self.graph, self.costs, again=again)
+
+    @cached_property
+    def _stretches(self) -> Find:
+        """Sequences of the chain whose segments may run several as one."""
+        return stretches(self.arrays, self.order, seconds=self.time_limit)
 
     @cached_property
     def gates(self) -> list[Gate]:
@@ -279,8 +286,8 @@ class Planning:
             yield from (sequence for sequence in sequences if self.arrays.allows(sequence))
 
     def _chains(self, budget: int | None) -> Iterator[Ints]:
-        """What the dynamic program for chains finds, which is good where budgets are tight and nets are deep."""
-        found = (self._classic(name, budget) for name in CHAINS)
+        """What dynamic programs for chains find, which is good where budgets are tight and nets are deep."""
+        found = (find(budget) for find in (self._stretches, *(partial(self._classic, name) for name in CHAINS)))
         yield from (sequence for sequence in found if sequence is not None)
 
     def _finish(self, arrays: Problem, sequence: Ints, budget: int | None) -> Program:
