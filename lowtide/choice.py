@@ -23,7 +23,7 @@ from lowtide.rewrite import EXACT, Rewritten, apply, chunks, leaving_bytes, long
 from lowtide.rewrites import Rewrite, exactness
 from lowtide.simulate import simulate
 
-SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+SHORTEST = 4  # time steps of a chunk: with fewer, a call has more to do around its time steps than with them
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
@@ -80,7 +80,7 @@ class Offload:
         if self.budget is not None and str(self.budget).strip().endswith("%"):
             raise UsageError("offload_budget (--offload-budget) is in bytes.", hint='write "20GiB".')
         if self.budget is not None:
-            read_budget(self.budget, stays=1, eager_peak=1)
+            read_budget(self.budget, persistent=1, eager_peak=1)
         if self.folder is not None:
             choose_folder(self.folder)
 
@@ -102,7 +102,7 @@ class Offload:
         where = devices.of(device)
         devices.refuse_place(where, self.place)
         if self.budget is not None:
-            return Away(self.place, read_budget(self.budget, stays=0, eager_peak=0), lasting)
+            return Away(self.place, read_budget(self.budget, persistent=0, eager_peak=0), lasting)
         return Away(self.place, int(FREE * where.room[self.place](self.folder)), lasting)
 
 
@@ -110,8 +110,8 @@ def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ())
     """What may be planned for a captured graph: the exact one first, then those with layers in ever more chunks."""
     always = (*EXACT, *besides)
     yield apply(graph, always)
-    count, moments = 2, longest(graph) if rounding else 0
-    while moments >= SHORTEST * count:
+    count, time_steps = 2, longest(graph) if rounding else 0
+    while time_steps >= SHORTEST * count:
         yield apply(graph, (chunks(count), *always))
         count *= 2
 

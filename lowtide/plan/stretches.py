@@ -1,9 +1,9 @@
 """Stretches: the step as a chain in which several segments in a row may run as one, with menus of what to keep of them.
 
-The classic that is nearest (Rockmate, in `classics`) cuts a step once. Long segments have the better menus: a minimum cut
-through twelve residual blocks keeps few of the states between them. Short ones fit into what is left near the turn to the
-backward. Here the dynamic program chooses how many segments run as one, stretch by stretch. Deep nets repeat
-themselves: stretches of identical segments are measured once, however often they occur.
+The nearest classic (Rockmate, in `classics`) cuts a step once. Long segments have the better menus: a minimum cut
+through twelve residual blocks keeps few of the states between them. Short ones fit into what is left where the backward
+begins. Here the dynamic program chooses how many segments run as one, stretch by stretch. Deep nets repeat themselves:
+stretches of identical segments are measured once, however often they occur.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-
 from lowtide.plan.classics.find import Find, solve
 from lowtide.plan.classics.measured import Menu, Meter
 from lowtide.plan.classics.rotor import Chain, Way
 from lowtide.plan.classics.segments import Menus, Segments, Values, segments
 from lowtide.plan.problem import Ints, Problem
-
-MOST = 120  # segments: the tables grow with the third power
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # segments that may run as one
-MEASURED = 10_000  # ops of stretches that are measured for each second of search
+from lowtide.plan.settings import STRETCH_LENGTHS, STRETCH_OPS_A_SECOND, STRETCH_SEGMENTS
 
 
 def stretches(problem: Problem, order: Ints, *, seconds: float) -> Find:
     """Sequences for any budget, from a chain that is measured with so many seconds' worth of work."""
-    chain = segments(problem, order, most=MOST)
-    sizes, menus = joined_chain(chain, int(MEASURED * seconds))
+    chain = segments(problem, order, most=STRETCH_SEGMENTS)
+    sizes, menus = joined_chain(chain, int(STRETCH_OPS_A_SECOND * seconds))
 
     def find(budget: int | None) -> Ints | None:
         return order if budget is None else solve(problem, budget, chain, sizes, menus)
@@ -40,9 +36,9 @@ def joined_chain(chain: Segments, work: int) -> tuple[Chain, Menus]:
     Single segments always are; then come the stretches with the fewest ops for each place where they occur.
     """
     meter, count = Meter(chain), len(chain.parts)
-    classes, tables = classed(meter, max(LENGTHS))
+    classes, tables = classed(meter, max(STRETCH_LENGTHS))
     places: dict[tuple[int, ...], list[int]] = {}  # stretch, by its classes -> where it begins
-    for length in LENGTHS:
+    for length in STRETCH_LENGTHS:
         for first in range(count - length + 1):
             places.setdefault(tuple(classes[first : first + length]), []).append(first)
     ops = [len(part.forward) + len(part.backward) for part in chain.parts]
