@@ -36,6 +36,7 @@ from lowtide.plan.settings import (
     SMALLEST_VALUE,
     START_PLACES,
     STARTS_SHARE,
+    STRETCH_LEAD,
     TEMPERATURE,
 )
 
@@ -170,14 +171,18 @@ class _Runner:
 
 
 def _leading(problem: Problem, lead: Lead, field: list[_Runner], family: int, budget: int) -> _Runner | None:
-    """What the lead makes of the quickest seconds so far, tidied, if it fits and is quicker still."""
+    """What the lead makes of the quickest seconds so far, tidied, if it fits and is clearly quicker.
+
+    What is only a little ahead may end behind: the race changes its runners by more than that.
+    """
     quickest = min((runner.seconds for runner in field), default=math.inf)
     start = lead(quickest)
     if start is None or problem.peak(start) > budget:
         return None
     tried = tidy(problem, start, budget)
     seconds = problem.retimed(tried, budget)[1]
-    return _Runner(seconds, family, tried) if seconds < quickest else None
+    ahead = STRETCH_LEAD * float(problem.seconds[problem.optional == 0].sum())
+    return _Runner(seconds, family, tried) if seconds < quickest - ahead else None
 
 
 def _ahead(field: list[_Runner], among: int) -> list[_Runner]:
