@@ -37,6 +37,7 @@ from lowtide.plan.settings import (
     START_PLACES,
     STARTS_SHARE,
     STRETCH_LEAD,
+    STRETCH_RACE,
     TEMPERATURE,
 )
 
@@ -152,6 +153,7 @@ def recompute(
         left -= START_PLACES - int(work[0])
     if lead is not None and (ahead := _leading(problem, lead, field, len(starts), budget)) is not None:
         field.append(ahead)
+        limit *= STRETCH_RACE
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)

@@ -16,18 +16,20 @@ from lowtide.plan.classics.measured import Menu, Meter
 from lowtide.plan.classics.rotor import Chain, Way
 from lowtide.plan.classics.segments import Menus, Segments, Values, segments
 from lowtide.plan.problem import Ints, Problem
-from lowtide.plan.settings import STRETCH_LENGTHS, STRETCH_OPS_A_SECOND, STRETCH_SEGMENTS
+from lowtide.plan.settings import STRETCH_CLASSES, STRETCH_LENGTHS, STRETCH_OPS_A_SECOND, STRETCH_SEGMENTS
 
 
 def stretches(problem: Problem, order: Ints, *, seconds: float) -> Find:
-    """Sequences for any budget, from a chain that is measured with so many seconds' worth of work."""
+    """Sequences for any budget, from a chain that is measured with so many seconds' worth of work; none of other steps.
+
+    A chain is one whose segments repeat each other.
+    """
     chain = segments(problem, order, most=STRETCH_SEGMENTS)
+    classes, _ = classed(Meter(chain), max(STRETCH_LENGTHS))
+    if len(set(classes)) > STRETCH_CLASSES * len(classes):
+        return lambda budget: order if budget is None else None
     sizes, menus = joined_chain(chain, int(STRETCH_OPS_A_SECOND * seconds))
-
-    def find(budget: int | None) -> Ints | None:
-        return order if budget is None else solve(problem, budget, chain, sizes, menus)
-
-    return find
+    return lambda budget: order if budget is None else solve(problem, budget, chain, sizes, menus)
 
 
 def joined_chain(chain: Segments, work: int) -> tuple[Chain, Menus]:
