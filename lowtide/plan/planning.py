@@ -14,6 +14,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
+from lowtide.plan.classics.find import Find
 from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_copies, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
@@ -23,17 +24,20 @@ from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
-from lowtide.plan.recompute import lowest, recompute
+from lowtide.plan.recompute import Lead, lowest, recompute
 from lowtide.plan.settings import (
     ARENA_ATTEMPTS,
     ARENA_STEP,
     CLOSE_TO_BOUND,
     FAR_OVER,
+    MIXED_SHARE,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
+    STRETCH_GAP,
     TIME_LIMIT,
 )
+from lowtide.plan.stretches import stretches
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
@@ -135,8 +139,9 @@ class Planning:
         programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
-        until = time.monotonic() + self.time_limit
-        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, until)
+        limit = self.time_limit * MIXED_SHARE
+        until = time.monotonic() + limit
+        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
     def least(self) -> Plan:
@@ -198,7 +203,8 @@ class Planning:
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        return self._within(arrays, orders, budget - self.costs.staging, 0.0, time.monotonic() + self.time_limit)[0]
+        until = time.monotonic() + self.time_limit
+        return self._within(arrays, orders, budget - self.costs.staging, 0.0, self.time_limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
         """What a classic finds, prepared once for all budgets."""
@@ -223,18 +229,27 @@ class Planning:
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
-        program, quickest = self._within(self.arrays, starts, budget, bound, until)
-        if gate is not None and quickest - bound > CLOSE_TO_BOUND * self.base:
-            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
+        lead = self._lead(budget, bound)
+        program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
+        if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
+            until = min(time.monotonic() + self.time_limit / 2, begun + 1.5 * self.time_limit)
+            bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
 
     def _within(
-        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float
+        self,
+        arrays: Problem,
+        starts: list[Ints],
+        budget: int,
+        bound: float,
+        limit: float,
+        until: float,
+        lead: Lead | None = None,
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
-        target, limit, program, quickest = budget, self.time_limit, None, 0.0
+        target, more, program, quickest = budget, limit / 8, None, 0.0
         for _ in range(ARENA_ATTEMPTS):
-            sequence = self._recompute(arrays, starts, target, bound, limit, until)
+            sequence = self._recompute(arrays, starts, target, bound, limit, until, lead)
             if sequence is None:
                 break
             timed, seconds = arrays.retimed(sequence, target)
@@ -247,18 +262,25 @@ class Planning:
             # A small excess is not a matter of luck in the layout: all of it is taken off.
             part = 1.0 if excess < SLIGHT_EXCESS * budget else ARENA_STEP
             target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
-            starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
-            program = None
+            starts, limit, until = [sequence, *starts], limit / 4, until + more
+            program, lead = None, None
         return program, quickest
 
     def _recompute(
-        self, arrays: Problem, starts: list[Ints], target: int, bound: float, limit: float, until: float
+        self,
+        arrays: Problem,
+        starts: list[Ints],
+        target: int,
+        bound: float,
+        limit: float,
+        until: float,
+        lead: Lead | None = None,
     ) -> Ints | None:
         """The quickest sequence within the target from these starts, or from the one with the least peak."""
         enough = self.base * (1 + CLOSE_TO_BOUND / 10) + bound
         tell = None if self.progress is None else self._tell(bound)
         found = recompute(
-            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
+            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell, lead=lead
         )
         if found is None and arrays is self.arrays and arrays.peak(self._lowest_sequence) <= target:
             return self._recompute(arrays, [self._lowest_sequence], target, bound, limit, until)
@@ -287,6 +309,20 @@ class Planning:
         """What the dynamic program for chains finds, which is good where budgets are tight and nets are deep."""
         found = (self._classic(name, budget) for name in CHAINS)
         yield from (sequence for sequence in found if sequence is not None)
+
+    @cached_property
+    def _stretches(self) -> Find:
+        """Sequences of the chain whose segments may run several as one."""
+        return stretches(self.arrays, self.order, seconds=self.time_limit)
+
+    def _lead(self, budget: int, bound: float) -> Lead:
+        """A start of stretches, for where the quickest of the others is still far from the bound."""
+
+        def lead(seconds: float) -> Ints | None:
+            far = seconds - self.base - bound > STRETCH_GAP * self.base
+            return self._stretches(budget) if far and library() is not None else None
+
+        return lead
 
     def _finish(self, arrays: Problem, sequence: Ints, budget: int | None) -> Program:
         """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget.
