@@ -308,15 +308,21 @@ def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ..
     if budget is None:
         return ()
     all_ = Leave(Allowed("lossy"), leave.resized)
-    last = {name: rungs[-1] for name in (*ROUNDING, *LOSSY_ORDER) if (rungs := all_.rungs(graph, name))}
-    allowed = tuple(one for name, one in last.items() if name in leave.allowed)
-    others = [name for name in last if name not in leave.allowed]
-    tries = [(name,) for name in others] + [tuple(others[:count]) for count in range(2, len(others) + 1)]
-    for names in tries:
-        rewritten = leave.apply(graph, (*allowed, *(last[name] for name in names))).graph
-        if floor(problem(rewritten, roofline(rewritten)))[0] <= budget:
-            return names
-    return ()
+    names = [name for name in (*ROUNDING, *LOSSY_ORDER) if name not in leave.allowed]
+    allowed = tuple(rungs[-1] for name in (*ROUNDING, *LOSSY_ORDER) if (rungs := leave.rungs(graph, name)))
+
+    def fits(*more: Rewrite) -> bool:
+        rewritten = leave.apply(graph, (*allowed, *more)).graph
+        return floor(problem(rewritten, roofline(rewritten)))[0] <= budget
+
+    others: list[Rewrite] = []
+    for name in names:
+        if rungs := all_.rungs(graph, name):
+            if fits(rungs[-1]):
+                return (name,)
+            others.append(rungs[-1])
+    enough = next((count for count in range(2, len(others) + 1) if fits(*others[:count])), 0)
+    return tuple(one.name for one in others[:enough])
 
 
 def _hinting(error: BudgetError, graph: Graph, price: Callable[[Graph], Costs], could: Away) -> BudgetError:

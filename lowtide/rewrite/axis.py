@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from lowtide.aten import OPAQUE
-from lowtide.errors import CaptureError
+from lowtide.errors import LowtideError
 from lowtide.graph import Arg, Graph, Op, Read
 from lowtide.kernels.probe import (
     Behaviour,
@@ -53,7 +53,7 @@ class Axis:
         logging.disable(logging.ERROR)  # torch logs what can't be traced; here that is an answer
         try:
             known, twin = merged(resized.graph), merged(resized.at(self.other))
-        except CaptureError as error:
+        except LowtideError as error:
             raise Coupled(
                 f"with {self.other} examples instead of {self.examples} there is no step: {error.message}"
             ) from error
