@@ -12,6 +12,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
+from lowtide.kernels import blocks
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -25,6 +26,7 @@ TURN = "lowtide.turn.default"
 CHANNELS: Mapping[str, tuple[str, ...]] = {TURN: ("handover",)}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
+blocks.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::turn", lib=_LIBRARY)  # type: ignore[untyped-decorator]
