@@ -99,6 +99,23 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
     return None
 
 
+@cache
+def functional(target: str) -> str | None:
+    """The call that leaves its arguments alone and returns what this one writes over the first; None: there is none."""
+    if target.startswith("operator."):
+        return target
+    found = overload(target)
+    if not schema(found).is_mutable:
+        return target
+    namespace, name, variant = target.split(".")
+    plain = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    plain = getattr(plain, variant, None)
+    if plain is None or not name.endswith("_") or schema(plain).is_mutable:
+        return None
+    same = [[(a.name, str(a.type)) for a in schema(one).arguments] for one in (found, plain)]
+    return f"{namespace}.{name.removesuffix('_')}.{variant}" if same[0] == same[1] and returns_one(target) else None
+
+
 def is_product(target: str) -> bool:
     """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
     return target.startswith("aten.") and overload(target).overloadpacket in flop_registry

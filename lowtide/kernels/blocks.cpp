@@ -106,6 +106,36 @@ void unpack(const uint8_t* codes, int64_t count, int64_t bits, Header head, floa
   }
 }
 
+// A bit for each number, eight to a byte: whether it is not zero or less.
+FOR_EACH_PROCESSOR void signs(const float* numbers, int64_t count, uint8_t* bits) {
+  uint8_t positive[kBlock + 8] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    positive[i] = !(numbers[i] <= 0);
+  }
+  for (int64_t byte = 0; byte * 8 < count; ++byte) {
+    uint8_t packed = 0;
+    for (int place = 0; place < 8; ++place) {
+      packed = static_cast<uint8_t>(packed | (positive[byte * 8 + place] << place));
+    }
+    bits[byte] = packed;
+  }
+}
+
+// The numbers where the bits are set, each above zero; zeros elsewhere.
+FOR_EACH_PROCESSOR void gate(const float* numbers, const uint8_t* bits, int64_t count, float* gated) {
+  constexpr float least = std::numeric_limits<float>::min();
+  uint8_t positive[kBlock + 8];
+  for (int64_t byte = 0; byte * 8 < count; ++byte) {
+    for (int place = 0; place < 8; ++place) {
+      positive[byte * 8 + place] = (bits[byte] >> place) & 1;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float above = numbers[i] <= least ? least : numbers[i];
+    gated[i] = positive[i] ? above : 0;
+  }
+}
+
 // Calls `work` with each block: its number, its first number and how many it has.
 template <typename Work>
 void each_block(int64_t count, int64_t threads, const Work& work) {
@@ -134,6 +164,18 @@ void lowtide_unpack(const uint8_t* packed, int64_t count, int64_t bits, float* n
   const uint8_t* codes = packed + (count + kBlock - 1) / kBlock * static_cast<int64_t>(sizeof(Header));
   each_block(count, threads, [=](int64_t block, int64_t first, int64_t length) {
     unpack(codes + first * bits / 8, length, bits, heads[block], numbers + first);
+  });
+}
+
+void lowtide_signs(const float* numbers, int64_t count, uint8_t* bits, int64_t threads) {
+  each_block(count, threads, [=](int64_t, int64_t first, int64_t length) {
+    signs(numbers + first, length, bits + first / 8);
+  });
+}
+
+void lowtide_gate(const float* numbers, const uint8_t* bits, int64_t count, float* gated, int64_t threads) {
+  each_block(count, threads, [=](int64_t, int64_t first, int64_t length) {
+    gate(numbers + first, bits + first / 8, length, gated + first);
   });
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
+from lowtide.rewrite import activations
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
@@ -62,6 +63,9 @@ class Pass:
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("activations16", "lossy", activations.packed16, activations.settings),
+    Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
+    Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from lowtide.aten import COINS, EXPENSIVE, INDICES, QUOTIENTS
+from lowtide.aten import COINS, EXPENSIVE, INDICES, QUOTIENTS, RELU
 from lowtide.errors import UsageError
 from lowtide.graph import Arg, Graph, Op, Read, Value
 from lowtide.kernels import functional
-from lowtide.kernels.blocks import PACK, UNPACK, dense, packed_bytes
+from lowtide.kernels.blocks import GATE, PACK, SIGNS, UNPACK, dense, packed_bytes
 from lowtide.rewrite.editor import Editor
 
 Which = Literal["all", "products", "sums"]
@@ -37,6 +37,11 @@ def read_setting(told: object) -> Which:
     if found not in WHICH:
         raise UsageError(f"there are no activations {told!r} to pack.", hint=f"name one of {', '.join(WHICH)}.")
     return found  # type: ignore[no-any-return]
+
+
+def settings(graph: Graph) -> tuple[Which, ...]:
+    """What may be tried, the mildest first."""
+    return WHICH
 
 
 def packed(graph: Graph, told: object, *, bits: int) -> Graph:
@@ -110,8 +115,7 @@ class _Writer:
         op = self.graph.ops[index]
         if self.which == "all" or functional(op.target) is None or not self.repeats(index):
             return True
-        expensive = op.target.split(".")[1].strip("_") in EXPENSIVE or _is_layer(op.target)
-        if expensive:
+        if not EXPENSIVE.isdisjoint(op.target.split(".")[1].split("_")):
             return self.which == "products"
         floor = self.graph.values[value].nbytes // LARGE
         operands = {read.value for read in op.arguments() if self.graph.values[read.value].nbytes >= floor}
@@ -154,6 +158,8 @@ class _Writer:
             return value
         plain = functional(op.target)
         assert plain is not None
+        if plain == RELU and (gated := self.gated(value, there)) is not None:
+            return gated
         gone = {old for _, old in self.graph.effects[index]}
         args = tuple(None if isinstance(arg, Read) and arg.value in gone else arg for arg in op.args)
         made = [self._copy(output) for output in (op.makes if plain != op.target else op.outputs)]
@@ -178,15 +184,30 @@ class _Writer:
         assert found is not None
         return found
 
+    def gated(self, value: int, there: dict[int, int]) -> int | None:
+        """The result of a ReLU made again with the signs that it had; None where its argument is laid out otherwise."""
+        item, index = self.graph.values[value], self.graph.maker[value]
+        op = self.graph.ops[index]
+        argument = op.args[0]
+        if not isinstance(argument, Read) or argument.view is not None:
+            return None
+        before = self.graph.values[argument.value]
+        if (before.shape, before.stride) != (item.shape, item.stride):
+            return None
+        nbytes = -(-math.prod(item.shape) // 8)
+        signs = self.editor.value(replace(item, name=f"signs of {item.name}", nbytes=nbytes, form="packed"))
+        wide = self.editor.value(replace(item, name=f"{item.name} again"))
+        pack = Op(f"signs_{op.name}", SIGNS, (Read(value),), outputs=(signs,))
+        self.editor.put(index, 0, index, replace(pack, module=op.module, source=op.source))
+        gate = Op(f"{op.name}_again", GATE, (Read(there[argument.value]), Read(signs)), outputs=(wide,), phase="backward")
+        self.editor.put(self.anchor, -2, self.anchor, replace(gate, module=op.module, source=op.source))
+        return wide
+
     def _copy(self, value: int | None) -> int | None:
         if value is None:
             return None
         item: Value = self.graph.values[value]
         return self.editor.value(replace(item, name=f"{item.name} again"))
-
-
-def _is_layer(target: str) -> bool:
-    return any(word in EXPENSIVE for word in target.split(".")[1].split("_")) or "attention" in target
 
 
 def _renamed(args: tuple[Arg, ...], names: dict[int, int]) -> tuple[Arg, ...]:
