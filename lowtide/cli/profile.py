@@ -73,7 +73,7 @@ def profile(
         show_json(
             {
                 "target": target,
-                **common(stays=result.stays, predicted=result.peak, metered=peaks.program),
+                **common(persistent=result.persistent, predicted=result.peak, metered=peaks.program),
                 "eager_predicted_peak": peaks.eager_predicted,
                 "eager_metered_peak": peaks.eager,
                 "interpreter_bytes": interpreter,
@@ -145,11 +145,11 @@ def optimizer_name(optimizer: Any) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
-def common(*, stays: int, predicted: int, metered: int | None) -> dict[str, Any]:
+def common(*, persistent: int, predicted: int, metered: int | None) -> dict[str, Any]:
     """The keys that the JSON of every command has; what needs a budget is not known here."""
     return {
         "budget": None,
-        "stays": stays,
+        "persistent": persistent,
         "predicted_peak": predicted,
         "metered_peak": metered,
         "least_feasible": None,

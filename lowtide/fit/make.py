@@ -164,15 +164,15 @@ class Maker:
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
         if self.budget is None:
-            self.budget = self._read_budget(graph.device, costs.stays(graph), eager_peak)
+            self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
         return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
 
-    def _read_budget(self, device: str, stays: int, eager_peak: int) -> int:
+    def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
         if self._request.budget is not None:
-            return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
-        return stays + int(FREE * devices.of(device).free_bytes())
+            return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+        return persistent + int(FREE * devices.of(device).free_bytes())
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":
