@@ -1,10 +1,10 @@
-"""Numbers in blocks of 256 at 16, 8 or 4 bits each, and signs in one: ops of a graph that allocate only their results."""
+"""Numbers in blocks of 256 at 16, 8 or 4 bits each, and signs in one: ops that allocate nothing but their results."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def define(registry: torch.library.Library) -> None:
     registry.define("pack_signs(Tensor numbers) -> Tensor")
     registry.define("gate_by_signs(Tensor numbers, Tensor signs) -> Tensor")
     made = {"pack_blocks": pack, "unpack_blocks": unpack, "pack_signs": pack_signs, "gate_by_signs": gate_by_signs}
-    empty = (_empty_packed, _empty_numbers, _empty_signs, _empty_gated)
+    empty: tuple[Callable[..., Tensor], ...] = (_empty_packed, _empty_numbers, _empty_signs, _empty_gated)
     for (name, kernel), fake in zip(made.items(), empty, strict=True):
         registry.impl(name, kernel, "CPU")
         torch.library.register_fake(f"lowtide::{name}", fake, lib=registry)
@@ -60,18 +60,14 @@ def define(registry: torch.library.Library) -> None:
 def pack(numbers: Tensor, bits: int) -> Tensor:
     """The numbers of a tensor in blocks, in the order in which they are in memory."""
     packed = _empty_packed(numbers, bits)
-    _library().lowtide_pack(
-        numbers.data_ptr(), numbers.numel(), bits, packed.data_ptr(), torch.get_num_threads()
-    )
+    _library().lowtide_pack(numbers.data_ptr(), numbers.numel(), bits, packed.data_ptr(), torch.get_num_threads())
     return packed
 
 
 def unpack(packed: Tensor, bits: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """A tensor of these sizes and strides with the numbers that were packed, each off by half a step at the most."""
     numbers = _empty_numbers(packed, bits, size, stride)
-    _library().lowtide_unpack(
-        packed.data_ptr(), numbers.numel(), bits, numbers.data_ptr(), torch.get_num_threads()
-    )
+    _library().lowtide_unpack(packed.data_ptr(), numbers.numel(), bits, numbers.data_ptr(), torch.get_num_threads())
     return numbers
 
 

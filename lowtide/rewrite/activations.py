@@ -71,7 +71,10 @@ class _Writer:
             self.anchor = index
             there = {value: self.instead(value) for value in graph.reads[index] if self.wanted(value)}
             if any(old != new for old, new in there.items()):
-                args, kwargs = _renamed(op.args, there), tuple((key, _renamed_one(arg, there)) for key, arg in op.kwargs)
+                args, kwargs = (
+                    _renamed(op.args, there),
+                    tuple((key, _renamed_one(arg, there)) for key, arg in op.kwargs),
+                )
                 self.editor.change(index, replace(op, args=args, kwargs=kwargs))
         if all(old == new for old, new in self.known.items()):
             return graph
@@ -199,7 +202,9 @@ class _Writer:
         wide = self.editor.value(replace(item, name=f"{item.name} again"))
         pack = Op(f"signs_{op.name}", SIGNS, (Read(value),), outputs=(signs,))
         self.editor.put(index, 0, index, replace(pack, module=op.module, source=op.source))
-        gate = Op(f"{op.name}_again", GATE, (Read(there[argument.value]), Read(signs)), outputs=(wide,), phase="backward")
+        gate = Op(
+            f"{op.name}_again", GATE, (Read(there[argument.value]), Read(signs)), outputs=(wide,), phase="backward"
+        )
         self.editor.put(self.anchor, -2, self.anchor, replace(gate, module=op.module, source=op.source))
         return wide
 

@@ -27,8 +27,8 @@ Wanted = dict[tuple[str, int], int]  # op of the update and place among what it 
 def with_errors(captured: Captured, batch: Batch, rewrites: Iterable[Rewrite]) -> tuple[Rewrite, ...]:
     """The rewrites, with the error of each lossy one alone: the part of the gradient's norm by which it is off.
 
-    Where a step has other inputs than the captured one, runs code that is not in it, or draws numbers of Python, nothing
-    is measured.
+    Nothing is measured where a step has other inputs than the captured one, hands over to code that is not in it, or
+    draws numbers of Python.
     """
     found = tuple(rewrites)
     lossy = [one for one in found if one.exactness == "lossy"]
