@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, o
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
+
+EXTREMES = ("max", "min")  # scalar ops that are functions of Python itself
 
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
 # writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
@@ -63,7 +66,7 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
     if namespace == "operator":
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
-        return getattr(operator, name)
+        return getattr(builtins if name in EXTREMES else operator, name)
     return own(target) or bare_kernel(overload(target))
 
 
