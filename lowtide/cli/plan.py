@@ -101,7 +101,7 @@ def plan(
     _refuse_method(method, offload)
     allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
-    leave = Leave(allowed, resized_target(built))
+    leave = Leave(allowed, resized_target(built, captured))
     if explain is not None and not allowed:
         report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
 

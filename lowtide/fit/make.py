@@ -22,7 +22,7 @@ from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
-from lowtide.resized import Resized, examples_of, first_of
+from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import exactness
 from lowtide.verify.gradient import with_errors
@@ -73,7 +73,7 @@ class Maker:
         """The step for batches like this one; from a similar one, if one is known, where that can be."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = Leave(self._request.allowed, self._resized(batch, numbers))
+        leave = Leave(self._request.allowed, self._resized(captured.graph, batch, numbers))
         if known is None and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
@@ -132,12 +132,12 @@ class Maker:
                 raise
             return self._manner.capture(self._request, batch, ())
 
-    def _resized(self, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
+    def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
         """The step at other sizes, where it is known what an example is."""
         count = examples_of(batch)
         if count is None:
             return None
-        return Resized(count, cache(lambda size: self._capture(first_of(batch, size), numbers).graph))
+        return Resized(graph, count, cache(lambda size: self._capture(resized(batch, size), numbers).graph))
 
     def _given(self, source: PlanFrom, graph: Graph, leave: Leave) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""
