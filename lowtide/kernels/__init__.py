@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks
+from lowtide.kernels import blocks, grouped
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -30,6 +30,7 @@ CHANNELS: Mapping[str, tuple[str, ...]] = {HANDOVER: ("handover",)}  # of ops wh
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 blocks.define(_LIBRARY)
+grouped.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]

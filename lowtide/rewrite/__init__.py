@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
-from lowtide.rewrite import activations
+from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
@@ -47,6 +48,7 @@ class Pass:
     run: Callable[..., Graph]  # given the graph and the setting; returns the graph as it is where nothing is to do
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
+    alike: bool = False  # the step at other sizes goes through it, too
     instead_of: str = ""  # a milder pass that this one takes the place of
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
@@ -61,6 +63,7 @@ class Pass:
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
+    Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
     Pass("activations16", "lossy", activations.packed16, activations.settings),
@@ -129,7 +132,16 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = N
         if graph.fault is not None:
             raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
         changes.append(_change(one.by(setting), before, graph))
+        if one.alike and resized is not None:
+            resized = _resized(one, setting, resized)
     return Rewritten(graph, tuple(changes))
+
+
+def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
+    """The step at other sizes after a pass."""
+    return replace(
+        resized, graph=one.run(resized.graph, setting), at=cache(lambda size: one.run(resized.at(size), setting))
+    )
 
 
 def with_narrow(graph: Graph) -> Graph:

@@ -72,7 +72,7 @@ def _gradients(captured: Captured, graph: Graph, batch: Batch, state: torch.Tens
 
 
 def _wanted(graph: Graph, before: list[int]) -> Wanted:
-    made = {value for op in before for value in graph.makes[op] if graph.values[value].kind != "scalar"}
+    made = {value for op in before for value in graph.makes[op] if graph.values[value].kind == "gradient"}
     found: Wanted = {}
     for op in graph.ordinary:
         if graph.ops[op].phase == "update":
