@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide.aten import SAME_ANYWAY
+from lowtide.aten import GROUPED, SAME_ANYWAY
 from lowtide.graph import Arg, Constant
 from lowtide.kernels import constant, overload, returns_one
 from lowtide.private import bare_kernel
 
 PARTS = (2, 3)  # examples of the two parts
-LARGE = 2**25  # elements of all tensors of a trial, from which it has one example in each part, in single precision
+LARGE = 2**20  # elements of all tensors of a trial, from which it has one example in each part, in single precision
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # differences from rounding, of the largest number
 WORDS = ("normal", "positive")  # two kinds of contents; either alone would let some calls look alike
 
@@ -158,6 +158,8 @@ def _tried(trial: Trial, kept: Kept) -> tuple[Seen | None, ...] | None:
     whole = sum(PARTS)
     elements = sum(prod(_size(n, whole) for n in source.shape) for source in trial.sources)
     parts, precise = ((1, 1), False) if elements > LARGE else (PARTS, True)
+    if (together := GROUPED.get(trial.target)) is not None:
+        parts = tuple(part * trial.args[together] for part in parts)
     answers = []
     for words in WORDS:
         found = None

@@ -14,13 +14,17 @@ from functools import cache
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
+from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
+from lowtide.rewrite.microbatch import counts as counts_of_parts
+from lowtide.rewrite.microbatch import microbatch
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
 __all__ = [
@@ -66,6 +70,9 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True),
+    Pass("chunked-loss", "rounding", chunked_loss, counts_of_parts, resizes=True),
+    Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),

@@ -195,6 +195,15 @@ def _with_ancestors(graph: Graph, ops: set[int]) -> set[int]:
     return found
 
 
+def between(graph: Graph, ops: set[int]) -> set[int]:
+    """The ops that need what these make, and make what these need."""
+    after: set[int] = set()
+    for op in graph.ordinary:
+        if any(graph.maker[value] in after or graph.maker[value] in ops for value in graph.reads[op]):
+            after.add(op)
+    return after & _with_ancestors(graph, set(ops))
+
+
 def splittable(axis: Axis) -> set[int]:
     """The ops of forward and backward that have the examples in them and may be a part of a region."""
     return {op for op in axis.graph.ordinary if _may(axis.graph.ops[op]) and axis.carries(op)}
