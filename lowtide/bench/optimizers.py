@@ -19,7 +19,13 @@ class GaLore(Optimizer):
     """Adam on gradients of matrices projected to a low rank; every so many steps the projection is found anew."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float = 1e-3, *, rank: int = 16, every: int = 200, scale: float = 0.25
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        *,
+        rank: int = 16,
+        every: int = 200,
+        scale: float = 0.25,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.every, self.scale, self.count = every, scale, 0

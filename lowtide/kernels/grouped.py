@@ -51,7 +51,8 @@ SIGNATURES: native.Signatures = {
 def define(registry: torch.library.Library) -> None:
     """Add the ops to lowtide's."""
     given = "Tensor? mean, Tensor? var, int group, float share"
-    registry.define(f"grouped_norm(Tensor input, Tensor? weight, Tensor? bias, {given}, float eps) -> (Tensor, Tensor, Tensor)")
+    made = "(Tensor, Tensor, Tensor)"
+    registry.define(f"grouped_norm(Tensor input, Tensor? weight, Tensor? bias, {given}, float eps) -> {made}")
     registry.define(
         "grouped_norm_backward(Tensor gradient, Tensor input, Tensor? weight, Tensor? mean, Tensor saved, int group, "
         "float share) -> (Tensor, Tensor, Tensor)"

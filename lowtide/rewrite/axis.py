@@ -55,7 +55,9 @@ class Axis:
         try:
             known, twin = merged(resized.graph), merged(resized.at(self.other))
         except CaptureError as error:
-            raise Coupled(f"with {self.other} examples instead of {self.examples} there is no step: {error.message}") from error
+            raise Coupled(
+                f"with {self.other} examples instead of {self.examples} there is no step: {error.message}"
+            ) from error
         finally:
             logging.disable(logging.NOTSET)
         if [op.target for op in known.ops] != [op.target for op in twin.ops] or len(known.inputs) != len(twin.inputs):

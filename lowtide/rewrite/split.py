@@ -82,9 +82,7 @@ def _with_neighbours(axis: Axis, op: int, may: set[int]) -> set[int]:
 
 
 def _only_for(graph: Graph, op: int, readers: set[int]) -> bool:
-    return all(
-        value not in graph.required and readers.issuperset(graph.readers[value]) for value in graph.makes[op]
-    )
+    return all(value not in graph.required and readers.issuperset(graph.readers[value]) for value in graph.makes[op])
 
 
 def _cheap(graph: Graph, op: int) -> bool:

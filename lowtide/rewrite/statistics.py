@@ -65,7 +65,7 @@ class _Writer:
         self.done = False
 
     def may(self, index: int) -> bool:
-        """Whether a batch norm can be taken over groups: it reads whole tensors, and its backward alone what it saves."""
+        """Whether a batch norm can be taken over groups: it reads whole tensors, and only its backward what it saves."""
         op = self.graph.ops[index]
         saved = [value for value in op.outputs[1:] if value is not None]
         readers = {reader for value in saved for reader in self.graph.readers[value]}
@@ -97,8 +97,8 @@ class _Writer:
         self.editor.change(index, replace(op, target=NORM, args=args, outputs=outputs, updates=(), detachable=False))
         for reader in {reader for value in saved if value is not None for reader in self.graph.readers[value]}:
             back = self.graph.ops[reader]
-            args = (*back.args[:3], given[0], Read(note), self.size, self.share)
-            self.editor.change(reader, replace(back, target=BACKWARD, args=args))
+            read = (*back.args[:3], given[0], Read(note), self.size, self.share)
+            self.editor.change(reader, replace(back, target=BACKWARD, args=read))
         if op.updates:
             self._update(index, op, sums)
         self.done = True

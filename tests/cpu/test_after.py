@@ -51,7 +51,7 @@ def test_a_maximum_of_data_is_a_number_of_the_step() -> None:
 
     def recipe() -> Any:
         torch.manual_seed(0)
-        step, model, optimizer, (inputs, labels) = models.build("mlp:width=16,depth=2,features=8,batch=8")
+        _, model, optimizer, (inputs, labels) = models.build("mlp:width=16,depth=2,features=8,batch=8")
 
         def clipped(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
             loss = torch.nn.functional.cross_entropy(model(inputs), labels)
