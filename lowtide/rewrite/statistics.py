@@ -65,7 +65,7 @@ class _Writer:
         self.done = False
 
     def may(self, index: int) -> bool:
-        """Whether a batch norm can be taken over groups: it reads whole tensors, and only its backward what it saves."""
+        """Whether a batch norm can be taken over groups: it reads whole tensors, and its backward what it saves."""
         op = self.graph.ops[index]
         saved = [value for value in op.outputs[1:] if value is not None]
         readers = {reader for value in saved for reader in self.graph.readers[value]}
