@@ -1,4 +1,4 @@
-"""The head of a model and its loss in parts, forward and backward: the largest results before a loss are never whole."""
+"""The head of a model and its loss in parts, forward and backward: the largest values before a loss are never whole."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _near_the_loss(axis: Axis, may: set[int]) -> set[int]:
     """The last ops of the forward with the examples in them: those that lead to the first ops of the backward."""
     graph = axis.graph
     backward = [op for op in graph.ordinary if graph.ops[op].phase == "backward" and op in may][:2]
-    found, edge = set(), set(backward)
+    found: set[int] = set()
+    edge = set(backward)
     for _ in range(NEAR):
         edge = {graph.maker[value] for op in edge for value in graph.reads[op]} - found - {-1}
         edge = {op for op in edge if graph.ops[op].phase == "forward"}

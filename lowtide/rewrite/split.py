@@ -13,7 +13,7 @@ from lowtide.aten import SEPARABLE
 from lowtide.graph import Graph, Op
 from lowtide.kernels import is_product
 from lowtide.resized import Resized
-from lowtide.rewrite.axis import Axis, Coupled
+from lowtide.rewrite.axis import PIECE, Axis, Coupled
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.parts import split as in_parts
 from lowtide.rewrite.region import Region, region, splittable
@@ -119,5 +119,5 @@ def _masked(op: Op, place: int, mask: tuple[object, ...], step: int) -> Op:
     """The op that makes only these of its results."""
     outputs = tuple(value if asked else None for value, asked in zip(op.outputs, mask, strict=True))
     args = (*op.args[:place], mask, *op.args[place + 1 :])
-    name = op.name if step else f"{op.name}_weights"
+    name = op.name if step else f"{op.name}{PIECE}weights"
     return replace(op, name=name, args=args, outputs=outputs)  # type: ignore[arg-type]
