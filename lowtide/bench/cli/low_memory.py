@@ -34,7 +34,7 @@ COLUMNS = ("parameters", "gradients", "optimizer state", "batch", "activations",
 def low_memory(
     tasks: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASKS]...", help="wrn-28-2 or dynamicconv; both by default.", show_default=False),
+        typer.Argument(metavar="TASK", help="wrn-28-2 or dynamicconv; both by default.", show_default=False),
     ] = None,
     rows: Annotated[
         str | None, typer.Option(metavar="<names>", help="Only rows whose name has one of these words in it.")
