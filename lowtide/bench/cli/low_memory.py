@@ -27,7 +27,15 @@ MB = 10**6  # as the papers count
 PATIENCE = 24 * 3600  # seconds for one run
 BASELINE = 399.0  # MB: WRN-28-2 with batch 100 in dense single precision, as derived
 NEAR = 0.03  # of that: how far the metered baseline may be
-COLUMNS = ("parameters", "gradients", "optimizer state", "batch", "activations", "temporaries")
+COLUMNS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "batch",
+    "activations",
+    "activation gradients",
+    "temporaries inside ops",
+)
 
 
 @answering
@@ -185,5 +193,6 @@ def _lines(task: Task, rows: Sequence[Row], steps: int) -> list[str]:
         lines.append("BLEU by sacrebleu on words in small letters; not IWSLT'14: no figure of a paper compares.")
     hashes = ", ".join(f"{package.name} sha256 {package.sha256[:12]}" for package in data.packages)
     lines.append(f"{data.name}: {hashes}; {data.licence}.")
+    lines += [f"{row['way']}: {', '.join(row['rewrites'])}." for row in rows if row.get("rewrites")]
     failed = [row for row in rows if "failure" in row]
     return lines + [f"{row['way']} ({row['part']}): {row['failure']}" for row in failed]

@@ -145,7 +145,7 @@ def _training(
         begun = perf_counter()
         loss = step(model, optimizer, *batch) if train is None else train(*batch)
         times.append(perf_counter() - begun)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     dense = getattr(train, "dense", contextlib.nullcontext)
     with dense(), torch.no_grad():
         model.eval()
