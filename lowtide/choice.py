@@ -20,7 +20,7 @@ from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload
+from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
 from lowtide.simulate import simulate
 
@@ -121,9 +121,10 @@ class Leave:
     def milds(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What changes the rounding, if allowed: nothing first, then each technique alone, then all together."""
         alone = [found for name in ROUNDING if (found := self.rungs(graph, name))]
-        longest = max(map(len, alone), default=0)
-        together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in alone) for place in range(longest)]
-        return [(), *((one,) for rungs in alone for one in rungs), *(together if len(alone) > 1 else ())]
+        social = [rungs for rungs in alone if (one := named(rungs[0].name)) is None or not one.alone]
+        longest = max(map(len, social), default=0)
+        together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in social) for place in range(longest)]
+        return [(), *((one,) for rungs in alone for one in rungs), *(together if len(social) > 1 else ())]
 
     def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
@@ -242,6 +243,10 @@ class _Chooser:
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
             return False  # a technique found nothing to do here: the same was planned without it
+        if any(one.resizes for one in PASSES if one.name in {done.name for done in rewrites}) and self.hopeless(
+            candidate
+        ):
+            return False
         costs = self.price(candidate)
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
@@ -257,7 +262,12 @@ class _Chooser:
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
         if found.seconds < limit:
             self.best = Choice(candidate, costs, found, self.eager)
-        return exact and found.seconds <= found.base_seconds  # nothing runs twice, and every bit is eager's
+        return exact and found.seconds <= found.base_seconds * (1 + WORTH)  # too little is left to save
+
+    def hopeless(self, graph: Graph) -> bool:
+        """Whether one op alone needs more than the budget that others failed to keep, whatever is measured inside."""
+        budget = None if self.failure is None else self.failure.budget
+        return budget is not None and floor(problem(graph, roofline(graph)))[0] > budget
 
 
 def _least(error: BudgetError) -> float:

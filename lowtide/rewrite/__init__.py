@@ -16,6 +16,7 @@ from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
 from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunked_loss import chunked_loss
+from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
@@ -53,6 +54,7 @@ class Pass:
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
     alike: bool = False  # the step at other sizes goes through it, too
+    alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
@@ -70,8 +72,8 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
-    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True),
-    Pass("chunked-loss", "rounding", chunked_loss, counts_of_parts, resizes=True),
+    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True, alone=True),
+    Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),

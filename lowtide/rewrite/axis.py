@@ -244,6 +244,21 @@ class Axis:
         return tuple(reversed(found))
 
 
+def axis_of(graph: Graph, resized: Resized) -> Axis:
+    """The axis of a graph, found out once; raises where there is none."""
+    key = f"axis {graph.fingerprint}"
+    if key not in resized.known:
+        try:
+            resized.known[key] = Axis(graph, resized)
+        except Coupled as error:
+            resized.known[key] = error
+    found = resized.known[key]
+    if isinstance(found, Coupled):
+        raise found
+    assert isinstance(found, Axis)
+    return found
+
+
 def _flat(arg: Any) -> list[Any]:
     return [leaf for item in arg for leaf in _flat(item)] if isinstance(arg, tuple) else [arg]
 

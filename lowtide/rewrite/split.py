@@ -13,7 +13,7 @@ from lowtide.aten import SEPARABLE
 from lowtide.graph import Graph, Op
 from lowtide.kernels import is_product
 from lowtide.resized import Resized
-from lowtide.rewrite.axis import PIECE, Axis, Coupled
+from lowtide.rewrite.axis import PIECE, Axis, Coupled, axis_of
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.parts import split as in_parts
 from lowtide.rewrite.region import Region, region, splittable
@@ -26,7 +26,7 @@ def large_ops(graph: Graph, share: float, resized: Resized) -> Graph:
     """The graph with all ops in parts that need more than this share of what the largest one needs."""
     graph = _separated(graph, share)
     try:
-        axis = Axis(graph, resized)
+        axis = axis_of(graph, resized)
     except Coupled as error:
         return replace(graph, notes=(*graph.notes, f"no op is split: {error}."))
     may = splittable(axis)
