@@ -40,6 +40,7 @@ __all__ = [
     "longest",
     "named",
     "offload",
+    "seen_after",
     "with_narrow",
 ]
 
@@ -146,11 +147,25 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = N
     return Rewritten(graph, tuple(changes))
 
 
+def seen_after(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None) -> tuple[Graph, Resized | None]:
+    """The captured step, and itself at other sizes, after those of these passes that change both."""
+    for rewrite in rewrites:
+        one = _named(rewrite.name)
+        if one.alike:
+            graph = one.run(graph, rewrite.setting)
+            resized = None if resized is None else _resized(one, rewrite.setting, resized)
+    return graph, resized
+
+
 def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
-    """The step at other sizes after a pass."""
-    return replace(
-        resized, graph=one.run(resized.graph, setting), at=cache(lambda size: one.run(resized.at(size), setting))
-    )
+    """The step at other sizes after a pass; what was found out about it without the pass is of another step."""
+    key = f"after {one.by(setting)}"
+    if key not in resized.known:
+        at = cache(lambda size: one.run(resized.at(size), setting))
+        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, known={})
+    found = resized.known[key]
+    assert isinstance(found, Resized)
+    return found
 
 
 def with_narrow(graph: Graph) -> Graph:

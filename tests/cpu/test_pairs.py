@@ -59,8 +59,7 @@ def fitted(built: Any, allow: str, *, least: bool) -> Fitted:
     captured = lowtide.capture(step, model, optimizer, example)
     at = cache(lambda size: lowtide.capture(step, model, optimizer, resized(example, size)).graph)
     leave = Leave(read_allow(allow), Resized(captured.graph, BATCH, at))
-    rewrites = [rungs[0] for name, _ in leave.allowed.named if (rungs := leave.rungs(captured.graph, name))]
-    rewritten = leave.apply(captured.graph, rewrites)
+    rewritten = leave.apply(captured.graph, leave.all_named(captured.graph))
     planning = Planning(rewritten.graph, roofline(rewritten.graph))
     plan = planning.least() if least else planning.within(2**40)
     return lowtide.fit(

@@ -111,8 +111,7 @@ def _fitted(built: Built, way: Way, time_limit: float, *, least: bool) -> Fitted
         return fit(step, model, optimizer, example=example, budget=way.budget, allow=allow, time_limit=time_limit)
     captured = capture(step, model, optimizer, example)
     leave = Leave(read_allow(allow), resized_target(built, captured))
-    rewrites = [rungs[0] for name, _ in leave.allowed.named if (rungs := leave.rungs(captured.graph, name))]
-    rewritten = leave.apply(captured.graph, rewrites)
+    rewritten = leave.apply(captured.graph, leave.all_named(captured.graph))
     costs = measure(rewritten.graph)
     if least:
         found = Planning(rewritten.graph, costs).least()
