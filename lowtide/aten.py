@@ -98,6 +98,11 @@ ELEMENTWISE = frozenset(
     """.split()  # noqa: SIM905 - a list of one name a line says no more
 )
 
+# Calls that treat so many examples of a batch together: the place of that number among their arguments.
+GROUPED: Mapping[str, int] = MappingProxyType(
+    {"lowtide.grouped_norm.default": 5, "lowtide.grouped_norm_backward.default": 5}
+)
+
 # ---- views
 
 UNBIND, SELECT = "aten.unbind.int", "aten.select.int"  # one of many equal parts

@@ -20,7 +20,7 @@ from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload
+from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload, seen_after
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
 from lowtide.simulate import simulate
 
@@ -134,6 +134,19 @@ class Leave:
         together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in social) for place in range(longest)]
         return [(), *((one,) for rungs in alone for one in rungs), *(together if len(social) > 1 else ())]
 
+    def after(self, graph: Graph, lossy: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
+        """What changes the rounding of a step that is changed by these already: what couples examples may be gone."""
+        seen, sizes = seen_after(graph, lossy, self.resized)
+        return replace(self, resized=sizes).milds(seen)
+
+    def all_named(self, graph: Graph) -> list[Rewrite]:
+        """All techniques that are named, each with its setting, or the mildest that there is."""
+        names = [name for name, _ in self.allowed.named]
+        first = [rungs[0] for name in names if _is_alike(name) and (rungs := self.rungs(graph, name))]
+        seen, sizes = seen_after(graph, first, self.resized)
+        then = replace(self, resized=sizes)
+        return first + [rungs[0] for name in names if not _is_alike(name) and (rungs := then.rungs(seen, name))]
+
     def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
         found: list[tuple[Rewrite, ...]] = [()]
@@ -158,6 +171,11 @@ class Leave:
 
 
 EXACTLY = Leave()
+
+
+def _is_alike(name: str) -> bool:
+    one = named(name)
+    return one is not None and one.alike
 
 
 def _replaced(name: str) -> str:
@@ -226,9 +244,8 @@ def _choose(
 ) -> Choice:
     """The quickest plan of a captured graph, with the fewest lossy techniques with which any fits."""
     chooser = _Chooser(graph, price, search, leave, part)
-    milds = leave.milds(graph)
     for lossy in leave.lossies(graph):
-        for mild in milds:
+        for mild in leave.after(graph, lossy):
             if chooser.take((*mild, *lossy, *besides)):
                 break
         if chooser.best is not None:

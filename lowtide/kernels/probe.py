@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide.aten import SAME_ANYWAY
+from lowtide.aten import GROUPED, SAME_ANYWAY
 from lowtide.graph import Arg, Constant
 from lowtide.kernels import constant, overload, returns_one
 from lowtide.private import bare_kernel
@@ -160,6 +160,8 @@ def _tried(trial: Trial, kept: Kept) -> tuple[Seen | None, ...] | None:
     whole = sum(PARTS)
     elements = sum(prod(_size(n, whole) for n in source.shape) for source in trial.sources)
     parts, precise = ((1, 1), False) if elements > LARGE else (PARTS, True)
+    if (together := GROUPED.get(trial.target)) is not None:
+        parts = tuple(part * trial.args[together] for part in parts)
     answers = []
     for words in WORDS:
         for odd, dtype in product((True, False), (torch.float64, torch.float32) if precise else (torch.float32,)):

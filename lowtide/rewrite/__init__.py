@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
+from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
@@ -38,6 +40,7 @@ __all__ = [
     "longest",
     "named",
     "offload",
+    "seen_after",
     "with_narrow",
 ]
 
@@ -51,6 +54,7 @@ class Pass:
     run: Callable[..., Graph]  # given the graph and the setting; returns the graph as it is where nothing is to do
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
+    alike: bool = False  # the step at other sizes goes through it, too
     alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
 
@@ -66,11 +70,15 @@ class Pass:
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
+    Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
     Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True, alone=True),
     Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
+    Pass("activations16", "lossy", activations.packed16, activations.settings),
+    Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
+    Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
@@ -134,7 +142,30 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = N
         if graph.fault is not None:
             raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
         changes.append(_change(one.by(setting), before, graph))
+        if one.alike and resized is not None:
+            resized = _resized(one, setting, resized)
     return Rewritten(graph, tuple(changes))
+
+
+def seen_after(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None) -> tuple[Graph, Resized | None]:
+    """The captured step, and itself at other sizes, after those of these passes that change both."""
+    for rewrite in rewrites:
+        one = _named(rewrite.name)
+        if one.alike:
+            graph = one.run(graph, rewrite.setting)
+            resized = None if resized is None else _resized(one, rewrite.setting, resized)
+    return graph, resized
+
+
+def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
+    """The step at other sizes after a pass; what was found out about it without the pass is of another step."""
+    key = f"after {one.by(setting)}"
+    if key not in resized.known:
+        at = cache(lambda size: one.run(resized.at(size), setting))
+        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, known={})
+    found = resized.known[key]
+    assert isinstance(found, Resized)
+    return found
 
 
 def with_narrow(graph: Graph) -> Graph:

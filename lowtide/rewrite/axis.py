@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Any
 
-from lowtide.aten import OPAQUE
+from lowtide.aten import GROUPED, OPAQUE
 from lowtide.errors import LowtideError
 from lowtide.graph import Arg, Graph, Op, Read
 from lowtide.kernels.probe import (
@@ -112,6 +114,11 @@ class Axis:
                 if self.graph.ops[op].phase != "update" and self.carries(op) and not self.graph.ops[op].channels:
                     with suppress(Coupled):
                         self.note(op, self.behaviour(op, {}))
+
+    def together(self, ops: Iterable[int]) -> int:
+        """How many examples must stay together where these ops run in parts."""
+        calls = (self.graph.ops[op] for op in ops)
+        return lcm(*(int(call.args[GROUPED[call.target]]) for call in calls if call.target in GROUPED))  # type: ignore[arg-type]
 
     def carries(self, op: int) -> bool:
         """Whether a call has the examples in what it reads, is told, or makes."""

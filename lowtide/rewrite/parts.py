@@ -20,9 +20,10 @@ from lowtide.rewrite.region import Region
 Span = tuple[int, int]  # from one example up to another
 
 
-def spans(examples: int, parts: int) -> list[Span]:
-    """The examples in so many parts, of two sizes at most."""
-    ends = [examples * number // parts for number in range(parts + 1)]
+def spans(examples: int, parts: int, together: int = 1) -> list[Span]:
+    """The examples in so many parts, of two sizes at most, each of whole groups of so many."""
+    groups = examples // together
+    ends = [groups * number // parts * together for number in range(parts + 1)]
     return list(pairwise(ends))
 
 
@@ -30,7 +31,8 @@ def split(axis: Axis, regions: list[tuple[Region, int]]) -> Graph:
     """The graph with each region in so many parts."""
     editor = Editor(axis.graph)
     for found, parts in regions:
-        _Writer(axis, editor, found).write(spans(axis.examples, parts))
+        together = axis.together(found.ops)
+        _Writer(axis, editor, found).write(spans(axis.examples, min(parts, axis.examples // together), together))
     return editor.reordered()
 
 

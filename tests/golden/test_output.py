@@ -29,6 +29,7 @@ def run(*arguments: str) -> str:
         *("", "profile", "plan", "curve", "batch", "train", "verify", "models"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan", "bench batch", "bench offload"),
         *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
+        "bench low-memory",
         *("data", "data install"),
     ],
 )
