@@ -14,6 +14,7 @@ from lowtide.cli.curve import curve
 from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
+from lowtide.cli.report import make_report
 from lowtide.cli.train import train
 from lowtide.cli.verify import verify
 
@@ -48,6 +49,7 @@ def _options(
 app.command()(profile)
 app.command()(plan)
 app.command()(curve)
+app.command("report")(make_report)
 app.command()(batch)
 app.command()(train)
 app.command()(verify)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -13,12 +13,9 @@ from lowtide.cli.plan import FromCosts, OffloadBudget, OffloadDir, TimeLimit, re
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
-from lowtide.errors import BudgetError
 from lowtide.graph import Graph
-from lowtide.plan import CLASSICS
+from lowtide.page.frontier import find_classics, point_of
 from lowtide.plan import curve as find_curve
-from lowtide.plan.planning import Planning
-from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
 
 TIME_LIMIT = 2.0  # seconds of search for each point
@@ -55,7 +52,7 @@ def curve(
         heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
         persistent=found.persistent(graph),
         eager_peak=eager_peak(captured.graph, rewritten, found, lambda one: costs_of(one, costs)),
-        points=[_point(plan) for plan in plans],
+        points=[point_of(plan) for plan in plans],
         classics=_classics(graph, found, budgets) if classics else {},
         ops=len(graph.ordinary),
         notes=[*graph.notes, *found.notes],
@@ -79,24 +76,6 @@ def curve(
     )
 
 
-def _point(plan: Plan) -> report.Point:
-    assert plan.budget is not None
-    return report.Point(plan.budget, plan.peak, plan.overhead, plan.bound, plan.planning_seconds)
-
-
 def _classics(graph: Graph, costs: Costs, budgets: Sequence[int]) -> dict[str, list[report.Point | None]]:
-    """What each classic finds within these budgets."""
-    planning = Planning(graph, costs)
-    found: dict[str, list[report.Point | None]] = {}
     with counting("planning as published", patience=0.0) as progress:
-        for done, name in enumerate(CLASSICS):
-            progress(done, len(CLASSICS))
-            found[name] = [_classic(planning.within, budget, name) for budget in budgets]
-    return found
-
-
-def _classic(within: Callable[[int, str], Plan], budget: int, name: str) -> report.Point | None:
-    try:
-        return _point(within(budget, name))
-    except BudgetError:
-        return None
+        return find_classics(graph, costs, budgets, progress)

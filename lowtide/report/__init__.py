@@ -8,6 +8,7 @@ from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
 from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
+from lowtide.report.page import Advice, Metered, Page, Step, Track, document_of, show_advice, track, write_page
 from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
 from lowtide.report.profile import Profile, profile
 from lowtide.report.show import Heading, Peaks, Report
@@ -15,24 +16,31 @@ from lowtide.report.story import Story
 from lowtide.report.table import Table
 
 __all__ = [
+    "Advice",
     "BatchReport",
     "Explanation",
     "Frontier",
     "Heading",
     "Measured",
+    "Metered",
     "Offloaded",
+    "Page",
     "Peaks",
     "PlanReport",
     "Point",
     "Profile",
     "Report",
+    "Step",
     "Story",
     "Summary",
     "Table",
+    "Track",
+    "document_of",
     "explain",
     "find_values",
     "offloaded",
     "profile",
+    "show_advice",
     "show_bytes",
     "show_difference",
     "show_fitted",
@@ -40,4 +48,6 @@ __all__ = [
     "show_overhead",
     "show_seconds",
     "summarize",
+    "track",
+    "write_page",
 ]
