@@ -24,12 +24,11 @@ from lowtide import native
 from lowtide.graph import Graph
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REAL, Ints, Problem, ints
+from lowtide.plan.settings import EXACT_LONGEST, EXACT_STATES
 
 SOURCE = Path(__file__).with_name("exact.cpp")
-LIMIT = 1_000_000  # states, of about 100 bytes each
 TICKS = 1e12  # of cost, for all seconds of the step
 WORDS = (1, 2, 4, 8)  # the sizes of sets that are compiled, in 64 bits
-LONGEST = 64  # a sequence has at most this many times the ops of the graph
 
 WORD = ctypes.POINTER(ctypes.c_uint64)
 
@@ -75,7 +74,7 @@ class Least:
     proven: bool  # whether the search came to its end
 
 
-def exact(problem: Problem, budget: int, *, limit: int = LIMIT, seconds: float = math.inf) -> Exact:
+def exact(problem: Problem, budget: int, *, limit: int = EXACT_STATES, seconds: float = math.inf) -> Exact:
     """The quickest of all sequences within the budget; gives up after `limit` states or so many seconds."""
     found = _search(problem, budget - problem.persistent, limit, seconds, peak_only=False)
     if found.sequence is not None:
@@ -83,7 +82,7 @@ def exact(problem: Problem, budget: int, *, limit: int = LIMIT, seconds: float =
     return Exact(None, math.inf if found.ended else found.cost / _rate(problem), found.ended, found.states)
 
 
-def least_peak(problem: Problem, *, limit: int = LIMIT, seconds: float = math.inf) -> Least:
+def least_peak(problem: Problem, *, limit: int = EXACT_STATES, seconds: float = math.inf) -> Least:
     """The least peak of all sequences, whatever time they take."""
     found = _search(problem, 0, limit, seconds, peak_only=True)
     return Least(found.sequence, problem.persistent + found.cost, found.ended)
@@ -125,7 +124,7 @@ def _search(problem: Problem, budget: int, limit: int, seconds: float, *, peak_o
     game, inner = Game(problem), library()
     if inner is None or game.words > WORDS[-1]:
         return _Found(None, False, 0, 0)
-    sequence, answer = np.zeros(LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
+    sequence, answer = np.zeros(EXACT_LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
     length = answered(
         inner.lowtide_exact(
             game.struct(), budget, limit, seconds, peak_only, ints(sequence), len(sequence), ints(answer)

@@ -4,6 +4,7 @@
 // piled so that none meets another. Times are half open: [first, last).
 
 #include "doors.hpp"
+#include "settings.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +29,7 @@ struct Box { Int offset, end, first, last; };
 // The boxes that lie already, by offset; a second time for each stretch of time, so that short boxes look at few.
 class Pile {
  public:
-  explicit Pile(Int until) : width_(until / kStretches + 1), stretches_(kStretches) {}
+  explicit Pile(Int until) : width_(until / STRETCHES + 1), stretches_(STRETCHES) {}
 
   void add(const Box &box) {
     insert(all_, box);
@@ -48,7 +49,6 @@ class Pile {
   }
 
  private:
-  static constexpr Int kStretches = 64;
   Int width_;
   std::vector<Box> all_;
   std::vector<std::vector<Box>> stretches_;

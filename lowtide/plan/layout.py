@@ -25,6 +25,17 @@ from lowtide.graph import Graph
 from lowtide.lifetimes import BEFORE, OUTSIDE, Block, Lifetimes, lifetimes
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
+from lowtide.plan.settings import (
+    CLOSE_TO_LIVE,
+    LARGE_BUFFERS,
+    LAYOUT_HEIGHTS,
+    LAYOUT_NOISE,
+    LAYOUT_RESTART,
+    LAYOUT_STEPS,
+    MOVING_BLOCKS,
+    MOVING_PARTS,
+    NEAR_LIVE,
+)
 from lowtide.program import Copy, Instruction, Program, Run
 from lowtide.simulate import simulate
 
@@ -33,15 +44,6 @@ SIGNATURES: native.Signatures = {
     "lowtide_first_fit": ([INT, INTS, INTS, INTS, INTS, INT, INTS], INT),
     "lowtide_skyline": ([INT, INTS, INTS, INTS, INT, INT, INT, REALS, INTS, INTS], INT),
 }
-STEPS = 400_000  # of the search for one height: a second or less
-HEIGHTS = 6  # that are tried at most
-RESTART = 5  # steps for each buffer, after which the search begins anew
-LARGE = (0, 1e-4, 1e-2)  # of all live bytes: buffers above this are searched for, the others fill the holes
-NOISE = 0.5  # of the logarithm of a buffer's weight
-CLOSE = 1.01  # of the live bytes: good enough for an arena that has the room
-NEARLY = 1.001  # of the live bytes: good enough for blocks not to move out of the arena
-PARTS = tuple(part / 20 for part in range(20, 1, -1))  # of the arena, which are tried when blocks move out
-CANDIDATES = 32  # blocks that may move out, the largest at the peak
 
 
 def layout(
@@ -50,7 +52,7 @@ def layout(
     program: Program,
     *,
     limit: int | None = None,
-    steps: int = STEPS,
+    steps: int = LAYOUT_STEPS,
     until: float = math.inf,
     seed: int = 0,
 ) -> Program:
@@ -65,7 +67,7 @@ def layout(
     found = lifetimes(graph, program, costs.nbytes, costs.arena_temporaries)
     at = [OUTSIDE if _leaves(graph, block) else 0 for block in found.blocks]
     simulation = simulate(graph, costs, _placed(program, found, at, costs.alignment))
-    goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
+    goal = limit if limit is not None else int(CLOSE_TO_LIVE * max(simulation.start, *simulation.live, 0))
     outside = np.array(simulation.outside, np.int64)
     moved, most = _move_out(graph, _in_arena(found, at), costs.alignment, simulation.start, outside, goal)
     for number in moved:
@@ -142,10 +144,10 @@ def _move_out(graph: Graph, placed: Placed, step: int, start: int, outside: Ints
     most = max(start, int(outside.max(initial=0)))
     live = max(start, int((level + outside).max(initial=0)))
     best, moved = int(level.max(initial=0)) + most, list[int]()
-    if not placed or best <= NEARLY * live:
+    if not placed or best <= NEAR_LIVE * live:
         return [], most
-    goal = goal if goal >= live else int(NEARLY * live)
-    for part in PARTS:
+    goal = goal if goal >= live else int(NEAR_LIVE * live)
+    for part in MOVING_PARTS:
         if best <= goal:
             break
         chosen, kept, left = _divide(buffers, level, outside, int(part * max(0, goal - most)))
@@ -169,7 +171,7 @@ def _divide(buffers: Buffers, level: Ints, outside: Ints, arena: int) -> tuple[l
     while level.max() > arena:
         now = level.argmax()
         there = np.flatnonzero((first <= now) & (now < last))
-        large = there[np.argsort(-nbytes[there], kind="stable")][:CANDIDATES].tolist()
+        large = there[np.argsort(-nbytes[there], kind="stable")][:MOVING_BLOCKS].tolist()
         most = int(outside.max())
         k = min(large, key=lambda k: max(most, outside_with(k)))
         level[first[k] : last[k]] -= nbytes[k]
@@ -219,7 +221,9 @@ def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
     return change.cumsum()[:end]
 
 
-def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float = math.inf, seed: int = 0) -> Ints:
+def pack(
+    buffers: Buffers, *, enough: int = 0, steps: int = LAYOUT_STEPS, until: float = math.inf, seed: int = 0
+) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
     low = live = buffers.live
     step = buffers.alignment
@@ -227,9 +231,9 @@ def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float 
     best = first_fit(buffers, by_size)
     ways = list(_ways(buffers, by_size, live))
     chance = np.random.default_rng(seed)
-    for attempt in range(HEIGHTS):
+    for attempt in range(LAYOUT_HEIGHTS):
         top = buffers.top(best)
-        if top <= max(low, enough if attempt else min(enough, int(CLOSE * live))):
+        if top <= max(low, enough if attempt else min(enough, int(CLOSE_TO_LIVE * live))):
             break
         height = (low + top) // 2 // step * step if attempt else live
         if attempt and low < enough < top:
@@ -256,7 +260,7 @@ class _Way:
 def _ways(buffers: Buffers, by_size: Ints, live: int) -> Iterator[_Way]:
     """Large and small buffers apart, or all at once; the long ones first, or the large ones, or both."""
     sizes = set()
-    for part in LARGE:
+    for part in LARGE_BUFFERS:
         large = buffers.nbytes[by_size] > part * live
         chosen, others = by_size[large], by_size[~large]
         if not len(chosen) or len(chosen) in sizes:
@@ -277,8 +281,8 @@ def _below(
         way = ways[number % len(ways)]
         if steps <= 0 or time.monotonic() > until:
             break
-        noise = NOISE * (chance.random(len(way.chosen)) - 0.5) * (number >= len(ways))
-        restart = RESTART * len(way.chosen)
+        noise = LAYOUT_NOISE * (chance.random(len(way.chosen)) - 0.5) * (number >= len(ways))
+        restart = LAYOUT_RESTART * len(way.chosen)
         state, piled = skyline(way.boxes, height, way.weight * np.exp(noise), way.blamed, steps=restart)
         if state < 0:
             break  # there is no such pile

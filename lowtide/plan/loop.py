@@ -19,17 +19,20 @@ import numpy.typing as npt
 
 from lowtide.errors import BudgetError, UsageError
 from lowtide.plan.classics.chain import Action, Backward, Forward, Keep, advance
+from lowtide.plan.settings import (
+    CELLS_A_STATE,
+    COARSE_LENGTHS,
+    EXACT_LENGTH,
+    FINE_LENGTHS,
+    TABLE_LEVELS,
+    TABLE_ROUND,
+    TABLE_WORK,
+)
 
 Counts = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64] | slice
 
 NEVER = 10**9  # forwards; two of them and a length still fit into 32 bits
-EXACT = 1200  # time steps; longer loops are split at multiples of a block only
-FINE, COARSE = 400, 400  # of a longer loop: the lengths of which each is in the table, and the others, at most
-ROUND = 100  # tables serve all lengths up to a multiple of this
-WORK = 4e8  # additions for a table: some tenths of a second
-MOST_LEVELS = 4000
-MANY = 10  # cells that are kept for each state that is stored, where there is so much room that a grid is needed
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Sizes:
         """The smallest budget that can be planned."""
         if length == 1:
             return self.internals + self.after
-        return self.cell if length <= EXACT else self.cell + self.state
+        return self.cell if length <= EXACT_LENGTH else self.cell + self.state
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def usual(state: int, cell: int) -> Sizes:
 def plan_loop(length: int, sizes: Sizes, budget: int | None = None) -> LoopPlan:
     """The schedule with the fewest forwards within the budget; without one nothing runs twice.
 
-    Exact up to `EXACT` time steps where the amounts that can be left of the budget are few enough to be listed;
+    Exact up to `EXACT_LENGTH` time steps where the amounts that can be left of the budget are few enough to be listed;
     otherwise what is left is rounded down to a grid. A plan never exceeds its budget.
     """
     if length < 1:
@@ -96,7 +99,7 @@ def plan_loop(length: int, sizes: Sizes, budget: int | None = None) -> LoopPlan:
     else:
         if budget < sizes.least(length):
             raise _too_small(length, sizes, budget)
-        rows = min(EXACT, -(-length // ROUND) * ROUND) if length <= EXACT else length
+        rows = min(EXACT_LENGTH, -(-length // TABLE_ROUND) * TABLE_ROUND) if length <= EXACT_LENGTH else length
         table = _table(prices, budget, rows)
         if table.forwards(length) >= NEVER:
             raise _too_small(length, sizes, budget)
@@ -184,8 +187,8 @@ class _Table:
 
     def __init__(self, prices: _Prices, room: int, longest: int, levels: list[int]) -> None:
         self.prices, self.room, self.levels = prices, room, levels
-        self.block = 1 if longest <= EXACT else -(-longest // COARSE)
-        fine = longest if longest <= EXACT else FINE
+        self.block = 1 if longest <= EXACT_LENGTH else -(-longest // COARSE_LENGTHS)
+        fine = longest if longest <= EXACT_LENGTH else FINE_LENGTHS
         self.lengths = [*range(fine + 1), *(n for n in range(fine + 1, longest + 1) if self._coarse(n, longest))]
         self.row = {length: row for row, length in enumerate(self.lengths)}
         self.fine = fine
@@ -315,8 +318,8 @@ class _Table:
 
 @lru_cache(maxsize=8)
 def _table(prices: _Prices, room: int, longest: int) -> _Table:
-    rows = longest if longest <= EXACT else FINE + COARSE
-    most = int(min(MOST_LEVELS, WORK / max(1, rows * rows // 2)))
+    rows = longest if longest <= EXACT_LENGTH else FINE_LENGTHS + COARSE_LENGTHS
+    most = int(min(TABLE_LEVELS, TABLE_WORK / max(1, rows * rows // 2)))
     return _Table(prices, room, longest, _levels(prices, room, most))
 
 
@@ -337,7 +340,7 @@ def _levels(prices: _Prices, room: int, most: int) -> list[int]:
         return sorted(found)
     finest = -(-room // most)
     units = {finest, *(-(-charge // parts) for charge in charges for parts in range(1, charge // finest + 1))}
-    often = [*charges, *[prices.cell_after] * MANY]
+    often = [*charges, *[prices.cell_after] * CELLS_A_STATE]
     unit = min(units, key=lambda unit: (sum(-charge % unit for charge in often), unit))
     ends = {room - charge for charge in charges if charge <= room}
     return sorted({0} | set(range(room, -1, -unit)) | ends)

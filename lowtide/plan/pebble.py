@@ -19,23 +19,20 @@ from lowtide.graph import Graph, Op, Output, Read, Value
 from lowtide.plan.in_place import paired
 from lowtide.plan.problem import Ints, Problem
 from lowtide.plan.problem import problem as problem_of
-
-ROUNDS = 200  # windows
-STATES = 5_000  # in one window
-LARGE = 8_000  # ops: beyond it an order is made greedily, and not improved
+from lowtide.plan.settings import LARGEST_IMPROVED, WINDOW_STATES, WINDOWS_IMPROVED
 
 Key = Callable[[int, int, int], tuple[int, ...]]  # change in bytes, bytes needed, place in the start -> rank
 Segment = tuple[int, int, list[int]]  # the most bytes in use in a stretch of ops, the bytes after it, the ops
 
 
-def one_shot(problem: Problem, start: Ints, *, rounds: int = ROUNDS, until: float = math.inf) -> Ints:
+def one_shot(problem: Problem, start: Ints, *, rounds: int = WINDOWS_IMPROVED, until: float = math.inf) -> Ints:
     """The ops of `start` in the order with the least peak that is found in so many windows or until the clock says."""
     board = Board(problem, start)
     order = by_tree(board)
     if order is None:
         orders = [list(range(len(board.ops))), least_change(board), free_first(board), by_need(board)]
         orders.sort(key=board.peak)
-        if len(board.ops) <= LARGE:
+        if len(board.ops) <= LARGEST_IMPROVED:
             floor = least(board)
             for number, given in enumerate(orders):
                 orders[number], proven = improve(board, given, floor=floor, rounds=rounds, until=until)
@@ -260,7 +257,15 @@ def improve(
 
 
 def downsets(
-    board: Board, order: list[int], low: int, high: int, *, held: int, most: int, floor: int = 0, limit: int = STATES
+    board: Board,
+    order: list[int],
+    low: int,
+    high: int,
+    *,
+    held: int,
+    most: int,
+    floor: int = 0,
+    limit: int = WINDOW_STATES,
 ) -> tuple[list[int] | None, bool]:
     """A window of an order, with the least peak if that is below `most`, and whether the search came to its end.
 

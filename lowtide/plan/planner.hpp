@@ -8,6 +8,7 @@
 
 #include "clock.hpp"
 #include "lives.hpp"
+#include "settings.hpp"
 
 #include <deque>
 
@@ -92,7 +93,7 @@ struct Planner {
       if (chosen.empty()) break;
       Int freed = 0;
       std::size_t used = 0;
-      while (used < chosen.size() && freed < peak - budget && (used == 0 || chosen[used].score <= 1.5 * chosen[0].score))
+      while (used < chosen.size() && freed < peak - budget && (used == 0 || chosen[used].score <= TOGETHER * chosen[0].score))
         freed += g.bytes[chosen[used++].value];
       chosen.resize(used);
       total += apply(sequence);
