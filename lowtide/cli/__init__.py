@@ -15,6 +15,7 @@ from lowtide.cli.models import models
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.report import make_report
+from lowtide.cli.timeline import timeline
 from lowtide.cli.train import train
 from lowtide.cli.verify import verify
 
@@ -50,6 +51,7 @@ app.command()(profile)
 app.command()(plan)
 app.command()(curve)
 app.command("report")(make_report)
+app.command()(timeline)
 app.command()(batch)
 app.command()(train)
 app.command()(verify)

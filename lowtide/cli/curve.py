@@ -10,7 +10,7 @@ import typer
 from lowtide import report
 from lowtide.choice import eager_peak
 from lowtide.cli.plan import FromCosts, OffloadBudget, OffloadDir, TimeLimit, read_offload
-from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
+from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, optimizer_name
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
 from lowtide.graph import Graph
@@ -49,7 +49,7 @@ def curve(
         plans = find_curve(graph, found, points=points, time_limit=time_limit, seed=seed, progress=progress)
     budgets = [plan.budget for plan in plans if plan.budget is not None]
     frontier = report.Frontier(
-        heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
+        heading=report.Heading(target, optimizer_name(built.optimizer), report.describe_costs(found)),
         persistent=found.persistent(graph),
         eager_peak=eager_peak(captured.graph, rewritten, found, lambda one: costs_of(one, costs)),
         points=[point_of(plan) for plan in plans],

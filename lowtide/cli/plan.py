@@ -17,7 +17,7 @@ from lowtide import report
 from lowtide.budget import read_budget
 from lowtide.captured import Captured
 from lowtide.choice import Away, Offload, choose, given, judged
-from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
+from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, optimizer_name
 from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
@@ -141,7 +141,7 @@ def plan(
                 }
             )
         else:
-            heading = report.Heading(target, optimizer_name(built.optimizer), describe(found))
+            heading = report.Heading(target, optimizer_name(built.optimizer), report.describe_costs(found))
             by = "" if method == BEST else method
             show(report.PlanReport(heading, budget or "", summary, notes, by))
     if out is not None and not as_json:

@@ -83,7 +83,9 @@ def profile(
             }
         )
     else:
-        heading = report.Heading(target, optimizer_name(built.optimizer), describe(found), seconds if metered else None)
+        heading = report.Heading(
+            target, optimizer_name(built.optimizer), report.describe_costs(found), seconds if metered else None
+        )
         show(report.Report(heading, result, peaks, notes))
 
 
@@ -122,11 +124,6 @@ def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Cos
             found = measure(graph, progress=progress)
     with counting("measuring copies") as progress:
         return with_lanes(graph, found, folder=folder, progress=progress)
-
-
-def describe(costs: Costs) -> str:
-    """Where costs come from, in a line."""
-    return f"costs: {'measured on' if costs.origin == 'measured' else 'roofline of'} {costs.machine}"
 
 
 def optimizer_name(optimizer: Any) -> str:

@@ -26,11 +26,11 @@ from lowtide.cli.plan import (
     refuse_early,
     searching,
 )
-from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, costs_of, describe, optimizer_name
+from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, costs_of, optimizer_name
 from lowtide.cli.talk import answering, show_json, show_text, talk, telling, working
 from lowtide.cli.target import Built, build
 from lowtide.costs import Costs
-from lowtide.errors import FileError, LowtideError, UsageError
+from lowtide.errors import LowtideError, UsageError
 from lowtide.graph import Graph
 from lowtide.page import Looks, meter, page_of
 from lowtide.page.advice import Situation
@@ -87,7 +87,7 @@ def make_report(
         time_limit=min(time_limit, Situation.time_limit),
         halved=_halving(target, built),
     )
-    heading = report.Heading(target, optimizer_name(built.optimizer), describe(chosen.costs))
+    heading = report.Heading(target, optimizer_name(built.optimizer), report.describe_costs(chosen.costs))
     looks = Looks(points=points, advice=advice, seed=seed)
     with telling("looking around") as tell:
         page = page_of(heading, now, asked=budget or "", metered=metered, looks=looks, notes=notes, tell=tell)
@@ -127,10 +127,8 @@ def refuse_out(out: Path | None, force: bool, as_json: bool, *, option: str = "-
     """Raise where the page has no place, or one that is taken, before any work."""
     if out is None and not as_json:
         raise UsageError("a page needs a file.", hint=f"pass {option}, or --json.")
-    if out is not None and out.exists() and not force:
-        raise FileError(f"{out} exists already.", hint="choose another name, or pass --force.")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise FileError(f"there is no folder {out.absolute().parent}.", hint="make it first, or choose another place.")
+    if out is not None:
+        report.refuse_page(out, force=force)
 
 
 def _halving(target: str, built: Built) -> Callable[[], tuple[Graph, int] | None]:

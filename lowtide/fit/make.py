@@ -19,6 +19,7 @@ from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
+from lowtide.page.advice import Situation
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
@@ -55,6 +56,7 @@ class Fit:
     costs: Costs
     eager_peak: int  # bytes, predicted
     chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+    seen: Graph  # the step as it was captured, before any rewrite
 
 
 class Maker:
@@ -81,14 +83,14 @@ class Maker:
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
-        return self._bind(replace(captured, graph=chosen.graph), found, chosen.costs, chosen.eager_peak, chosen.chunks)
+        return self._bind(replace(captured, graph=chosen.graph), chosen, captured.graph)
 
     def anew(self, fit: Fit, aim: int, costs: Costs) -> Fit:
         """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""
         captured = fit.runner.captured
         found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
-        made = self._bind(captured, found, costs, fit.eager_peak, fit.chunks)
+        made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
         return made
 
@@ -102,9 +104,10 @@ class Maker:
             correct(fit.runner.captured.graph, fit.costs, seconds)
         return True
 
-    def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
-        runner = execute(captured, found.program, costs.nbytes, folder=self._request.offload_dir)
-        return Fit(runner, self._manner.caller(runner), found, costs, eager_peak, chunks)
+    def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
+        runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        call = self._manner.caller(runner)
+        return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
     def _capture(self, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
         """Numbers that change all the time are inputs, unless the step can't take them as such."""
@@ -149,6 +152,13 @@ class Maker:
         if self._request.budget is not None:
             return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
         return persistent + int(FREE * devices.of(device).free_bytes())
+
+    def situation(self, fit: Fit) -> Situation:
+        """A step and its plan, to ask what else could be done."""
+        graph = fit.runner.captured.graph
+        away = self._request.places.away(graph.device, lasting=self._manner.lasting)
+        chosen = Choice(graph, fit.costs, fit.plan, fit.eager_peak)
+        return Situation(fit.seen, chosen, self._price, fit.plan.budget, rounding=self._request.rounding, away=away)
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":

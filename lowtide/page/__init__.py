@@ -129,9 +129,7 @@ def meter(
 
     eager_peak = metered_peak(captured, _priced(captured.graph, costs, chosen.graph), eager)
     eager_seconds = _seconds(eager, chosen.plan.base_seconds)
-    runner = execute(
-        replace(captured, graph=chosen.graph), chosen.plan.program, costs.nbytes, folder=folder
-    )
+    runner = execute(replace(captured, graph=chosen.graph), chosen.plan.program, costs.nbytes, folder=folder)
     for _ in range(WARM_UPS):
         runner(*example)
     seconds = _seconds(lambda: runner(*example), chosen.plan.seconds)

@@ -8,12 +8,24 @@ from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
 from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
-from lowtide.report.page import Advice, Metered, Page, Step, Track, document_of, show_advice, track, write_page
+from lowtide.report.page import (
+    Advice,
+    Metered,
+    Page,
+    Step,
+    Track,
+    document_of,
+    refuse_page,
+    show_advice,
+    track,
+    write_page,
+)
 from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
 from lowtide.report.profile import Profile, profile
-from lowtide.report.show import Heading, Peaks, Report
+from lowtide.report.show import Heading, Peaks, Report, describe_costs
 from lowtide.report.story import Story
 from lowtide.report.table import Table
+from lowtide.report.timeline import snapshot, trace_events
 
 __all__ = [
     "Advice",
@@ -35,11 +47,13 @@ __all__ = [
     "Summary",
     "Table",
     "Track",
+    "describe_costs",
     "document_of",
     "explain",
     "find_values",
     "offloaded",
     "profile",
+    "refuse_page",
     "show_advice",
     "show_bytes",
     "show_difference",
@@ -47,7 +61,9 @@ __all__ = [
     "show_offloaded",
     "show_overhead",
     "show_seconds",
+    "snapshot",
     "summarize",
+    "trace_events",
     "track",
     "write_page",
 ]

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from lowtide.report.page.document import Advice, Metered, Page, Step, show_advice
-from lowtide.report.page.html import document_of, write_page
+from lowtide.report.page.html import document_of, refuse_page, write_page
 from lowtide.report.page.track import Track, track
 
-__all__ = ["Advice", "Metered", "Page", "Step", "Track", "document_of", "show_advice", "track", "write_page"]
+__all__ = [
+    "Advice",
+    "Metered",
+    "Page",
+    "Step",
+    "Track",
+    "document_of",
+    "refuse_page",
+    "show_advice",
+    "track",
+    "write_page",
+]

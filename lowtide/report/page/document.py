@@ -1,8 +1,8 @@
 """The document of a page: one JSON object with all that a report shows, also for `--json` and `lowtide diff`.
 
-Tables are columns. `ops` and `values` are written once; tracks, boxes and points refer to them by number. Bytes are whole
-numbers, seconds are seconds. A reader may rely on the names here; a later version may add some, and counts `version` up
-where one changes its meaning.
+Tables are columns. `ops` and `values` are written once; tracks, boxes and points refer to them by number. Bytes are
+whole numbers, seconds are seconds. A reader may rely on the names here; a later version may add some, and counts
+`version` up where one changes its meaning.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,7 +76,8 @@ class Spent:
 
 def spent(graph: Graph, track: Track) -> tuple[Spent, ...]:
     """The seconds of each kind of op, most first."""
-    runs, again, seconds = Counter[str](), Counter[str](), Counter[str]()
+    runs, again = Counter[str](), Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for _, item, span in track.instructions():
         if isinstance(item, Run):
             target = graph.ops[item.op].target

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lowtide import files
 from lowtide.errors import FileError
+from lowtide.files.disk import advice
 
 FOLDER = Path(__file__).parent / "assets"
 SCRIPTS = {  # each kind of page and its own scripts, after those that all have
@@ -49,15 +50,23 @@ def write_page(
     path: str | os.PathLike[str], document: dict[str, Any], *, kind: Kind, title: str, force: bool = False
 ) -> None:
     """Write the page of a document to one file; an existing one is overwritten only with `force`."""
+    refuse_page(path, force=force)
     path = Path(path)
-    if os.path.lexists(path) and not force:
-        raise FileError(f"{path} exists already.", hint="choose another name, or pass force=True (--force).")
     try:
         files.write_atomically(path, render(document, kind=kind, title=title))
     except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror or error}.", hint="choose another place.") from error
+        raise FileError(f"cannot write {path}: {error.strerror or error}.", hint=advice(error)) from error
     except ValueError as error:
         raise FileError(f"cannot write {str(path)!r}: {error}.", hint="choose another name.") from error
+
+
+def refuse_page(path: str | os.PathLike[str], *, force: bool) -> None:
+    """Raise where a page can't be written, before any work."""
+    path = Path(path)
+    if os.path.lexists(path) and not force:
+        raise FileError(f"{path} exists already.", hint="choose another name, or pass force=True (--force).")
+    if not path.absolute().parent.is_dir():
+        raise FileError(f"there is no folder {path.absolute().parent}.", hint="make it first, or choose another place.")
 
 
 def document_of(path: str | os.PathLike[str]) -> Any:

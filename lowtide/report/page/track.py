@@ -131,11 +131,13 @@ def _boxes(graph: Graph, found: Lifetimes, before: Sequence[int], program: Progr
         if not block.holds:
             first = before[block.first]
             yield Box(NO_VALUE, runs[block.first], first, before[block.last], block.nbytes, block.offset, False)
-        for place, held in enumerate(block.holds):
+        over = False
+        for held in block.holds:
             first, last = before[max(held.first, 0)], before[held.last]
             maker = graph.maker[held.value] if held.first != BEFORE else -1
-            if last > first:
-                yield Box(held.value, maker, first, last, block.nbytes, block.offset, place > 0)
+            if last > first:  # an input may be written over before anything can be seen of it
+                yield Box(held.value, maker, first, last, block.nbytes, block.offset, over)
+                over = True
 
 
 def to_json(found: Track, number_of: dict[int, int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Track {  // one program over time, from its columns
       for (let row = 0; row < at.length; row++) column.fill(amounts[row], at[row], at[row + 1] ?? this.count);
       return column;
     });
-    this.high = Math.max(data.peak, ...[data.points.bytes[data.at]]);
+    this.high = Math.max(data.peak, data.points.bytes[data.at]);
   }
   at(time) {  // the point that is there at a time
     let low = 0, high = this.count;
@@ -185,7 +185,7 @@ function outline(context, track, columns, left, y) {
     context.textAlign = "left";
     context.textBaseline = "bottom";
     const x = Math.min(Math.max(left + 4, left + peak - room / 2), left + columns.length - room - 6);
-    context.fillText(text, x, Math.max(MARGIN.top + 12, y(track.total[columns[peak]]) - 3));
+    halo(context, text, x, Math.max(MARGIN.top + 12, y(track.total[columns[peak]]) - 4));
   }
 }
 
@@ -202,7 +202,7 @@ function limit(context, left, right, y, numbers, state) {
   context.setLineDash([]);
   context.textAlign = "right";
   context.textBaseline = "bottom";
-  context.fillText(`budget ${shortBytes(numbers.budget)}`, right - 6, height - 3);
+  halo(context, `budget ${shortBytes(numbers.budget)}`, right - 6, height - 4);
 }
 
 function memoryTip(state, time) {

@@ -56,6 +56,21 @@ function signed(part, digits = 1) {
   return `${part < 0 ? MINUS : "+"}${percent(Math.abs(part), digits)}`;
 }
 
+function unbroken(text) {
+  return text.replaceAll(" ", "\u00a0");
+}
+
+// Text that stays readable on whatever is under it.
+function halo(context, text, x, y) {
+  const fill = context.fillStyle;
+  context.lineJoin = "round";
+  context.lineWidth = 4;
+  context.strokeStyle = colour("--card");
+  context.strokeText(text, x, y);
+  context.fillStyle = fill;
+  context.fillText(text, x, y);
+}
+
 function whole(number) {
   return number.toLocaleString("en-US");
 }
@@ -92,8 +107,8 @@ function swatch(variable) {
   return make("span", { class: "swatch", style: { background: `var(${variable})` } });
 }
 
-function section(id, title, lead, ...content) {
-  document.getElementById("sections").append(make("a", { href: `#${id}` }, title));
+function section(id, short, title, lead, ...content) {
+  document.getElementById("sections").append(make("a", { href: `#${id}` }, short));
   return make("section", { id }, make("h2", {}, title), make("p", { class: "lead" }, lead), ...content);
 }
 

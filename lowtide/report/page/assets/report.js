@@ -13,13 +13,12 @@ function hero(data) {
   const boxes = [
     ["plan\u2019s peak", figure(key("predicted_peak"), numbers.predicted_peak, bytes(numbers.predicted_peak)), numbers.budget === null ? "no budget was given" : ["within ", figure(key("budget"), numbers.budget, bytes(numbers.budget))]],
     ["eager\u2019s peak", figure(key("eager_peak"), numbers.eager_peak, bytes(numbers.eager_peak)), ["of it ", figure(key("persistent"), numbers.persistent, bytes(numbers.persistent)), " persist"]],
-    ["time of a step", figure(key("predicted_seconds"), numbers.predicted_seconds, seconds(numbers.predicted_seconds)), [figure(key("overhead"), numbers.overhead, percent(Math.abs(numbers.overhead), 2)), " for what is made again"]],
-    ["no plan can do with less than", figure(key("bound"), numbers.bound, percent(Math.abs(numbers.bound), 2)), "extra time within this budget"],
-    ["computed again", whole(summary.recomputed.reduce((sum, item) => sum + item.count, 0)), `runs, besides ${whole(numbers.ops)} ops`],
+    ["more time", figure(key("overhead"), numbers.overhead, percent(Math.abs(numbers.overhead), 2)), ["no plan can do with less than ", figure(key("bound"), numbers.bound, percent(Math.abs(numbers.bound), 2))]],
+    ["computed again", whole(summary.recomputed.reduce((sum, item) => sum + item.count, 0)), ["runs; a step takes ", figure(key("predicted_seconds"), numbers.predicted_seconds, seconds(numbers.predicted_seconds))]],
   ];
   return make("div", { class: "hero" },
     make("p", { class: "target mono" }, heading.target),
-    make("h1", {}, make("em", {}, bytes(numbers.predicted_peak)), less > 0.0005 ? ` instead of ${bytes(numbers.eager_peak)}, ${time}` : ` at the peak, ${time}`),
+    make("h1", {}, make("em", {}, unbroken(bytes(numbers.predicted_peak))), less > 0.0005 ? ` instead of ${unbroken(bytes(numbers.eager_peak))}, ${time}` : ` at the peak, ${time}`),
     make("p", { class: "facts" }, ...[heading.optimizer, `${whole(numbers.ops)} ops`, keeps, heading.costs, `planned in ${seconds(numbers.planning_seconds)}`].map(fact => make("span", {}, fact))),
     make("div", { class: "figures" }, ...boxes.map(([name, number, note]) => make("div", { class: "figure" }, make("div", { class: "name" }, name), make("div", { class: "number" }, number), make("div", { class: "note" }, ...[note].flat())))));
 }
@@ -51,7 +50,7 @@ function memorySection(data, tracks) {
     cards.push(make("div", { class: "card" }, make("p", { class: "hint" }, "This plan has no arena: its values are allocated one by one.")));
   }
   data.view = view;
-  return section("memory", "Memory", "The bytes in use over one step, by what they hold. The line is the other program: what eager holds, while the plan is stacked.", ...cards);
+  return section("memory", "Memory", "Memory", "The bytes in use over one step, by what they hold. The line is the other program: what eager holds, while the plan is stacked.", ...cards);
 }
 
 function adviceSection(data) {
@@ -66,12 +65,12 @@ function adviceSection(data) {
     return make("div", { class: "card advice", "data-advice": String(number) }, make("span", { class: "rank" }, String(number + 1)), make("div", { class: "what" }, one.what), gain,
       make("div", { class: "how" }, make("span", { class: "mono" }, one.how)), make("div", { class: "hint" }, `then ${seconds(one.seconds)} and ${bytes(one.peak)}; now ${seconds(now.predicted_seconds)} and ${bytes(now.predicted_peak)}`));
   });
-  return section("advice", "What would help most", "Each change was planned, not guessed: these are the numbers of the new plans, ranked by the time and memory that they save together.", make("div", { class: "cards" }, ...cards));
+  return section("advice", "Advice", "What would help most", "Each change was planned, not guessed: these are the numbers of the new plans, ranked by the time and memory that they save together.", make("div", { class: "cards" }, ...cards));
 }
 
 function frontierSection(data) {
   if (!data.frontier) return null;
-  return section("frontier", "Time against memory", "Each circle is a plan that was found: less memory costs more time. In the grey region no plan can be, by a proof; between the two nobody knows yet.",
+  return section("frontier", "Frontier", "Time against memory", "Each circle is a plan that was found: less memory costs more time. In the grey region no plan can be, by a proof; between the two nobody knows yet.",
     make("div", { class: "card" }, frontierPlot(data), frontierLegend(data.frontier)));
 }
 
@@ -86,7 +85,7 @@ function peakSection(data) {
       make("div", { class: "card" }, make("h3", {}, "Largest values"), valuesTable(peak.largest)));
   };
   show("plan");
-  return section("peak", "At the peak", "What is there when the most bytes are in use. Values that are alike in identical layers are one row.",
+  return section("peak", "Peak", "At the peak", "What is there when the most bytes are in use. Values that are alike in identical layers are one row.",
     make("div", { class: "tools" }, choice("Whose peak", { plan: "plan", eager: "eager" }, "plan", show)), host);
 }
 
@@ -100,7 +99,7 @@ function fatesSection(data) {
   const card = make("div", { class: "card" }, treeTable(data.fates, { names, tones: FATE, show: bytes, what: "all" }), legendOf(names, FATE));
   const more = rewrites.length ? make("p", { class: "hint", style: { marginTop: ".6rem" } }, `The step was rewritten before it was planned: ${rewrites.map(one => `${one.name}${one.setting === null ? "" : ` ${one.setting}`} (${one.exactness})`).join(", ")}.`) : null;
   if (more) card.append(more);
-  return section("kept", "Kept, or made again", `Of ${bytes(all)} that the backward needs: ${words}. Identical layers are one row, open one to look inside.`, card);
+  return section("kept", "Kept", "Kept, or made again", `Of ${bytes(all)} that the backward needs: ${words}. Identical layers are one row, open one to look inside.`, card);
 }
 
 function secondsSection(data) {
@@ -115,7 +114,7 @@ function secondsSection(data) {
       make("div", { class: "card" }, make("h3", {}, "By kind of op"), ops));
   };
   show("plan");
-  return section("time", "Where the seconds go", "The time of one step as it is predicted from its ops; what is computed again stands by itself.",
+  return section("time", "Time", "Where the seconds go", "The time of one step as it is predicted from its ops; what is computed again stands by itself.",
     make("div", { class: "tools" }, choice("Whose time", { plan: "plan", eager: "eager" }, "plan", show)), host);
 }
 
@@ -128,7 +127,7 @@ function meteredSection(data) {
       make("span", {}, "predicted"), meter(predicted, ""), figure(keys[0], predicted, show(predicted)),
       make("span", {}, "metered"), meter(real, real === null ? "none" : "real"), real === null ? make("span", {}, "\u2013") : figure(keys[1], real, show(real))), make("div", { class: "off" }, off));
   };
-  return section("metered", "Predicted and metered", "What was said before a step ran, and what the allocator and the clock saw when it did.", make("div", { class: "pairs" },
+  return section("metered", "Metered", "Predicted and metered", "What was said before a step ran, and what the allocator and the clock saw when it did.", make("div", { class: "pairs" },
     pair("Peak of the plan", n.predicted_peak, n.metered_peak, bytes, ["numbers.predicted_peak", "numbers.metered_peak"]),
     pair("Peak of eager", n.eager_peak, n.eager_metered_peak, bytes, ["numbers.eager_peak", "numbers.eager_metered_peak"]),
     pair("Step of the plan", n.predicted_seconds, n.metered_seconds, seconds, ["numbers.predicted_seconds", "numbers.metered_seconds"]),
@@ -137,7 +136,7 @@ function meteredSection(data) {
 
 function notesSection(data) {
   if (!data.notes.length) return null;
-  return section("notes", "Notes", "What to know about these numbers.", make("ul", { class: "notes" }, ...data.notes.map(note => make("li", {}, note))));
+  return section("notes", "Notes", "Notes", "What to know about these numbers.", make("ul", { class: "notes" }, ...data.notes.map(note => make("li", {}, note))));
 }
 
 begin((data, main) => {
