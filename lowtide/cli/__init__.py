@@ -12,6 +12,7 @@ from lowtide.cli.batch import batch
 from lowtide.cli.bench import add_bench
 from lowtide.cli.curve import curve
 from lowtide.cli.models import models
+from lowtide.cli.pebble import pebble
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
 from lowtide.cli.report import make_report
@@ -52,6 +53,7 @@ app.command()(plan)
 app.command()(curve)
 app.command("report")(make_report)
 app.command()(timeline)
+app.command()(pebble)
 app.command()(batch)
 app.command()(train)
 app.command()(verify)
