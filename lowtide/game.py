@@ -233,8 +233,10 @@ def _contracted(name: str, graph: Graph, costs: Costs, pieces: Sequence[Sequence
         weights[piece[maker]] += costs.nbytes[value] if others else 0
     rows: list[str] = [graph.ops[ops[0]].phase for ops in pieces]
     labels = [_label(graph, ops) for ops in pieces]
-    forward = rows.count(FORWARD)
-    columns = [number if row == FORWARD else max(0, 2 * forward - 1 - number) for number, row in enumerate(rows)]
+    forward, backward = rows.count(FORWARD), rows.count(BACKWARD)
+    wide = max(forward, backward)  # both rows end where the forward turns round
+    ahead = {FORWARD: iter(range(wide - forward, wide)), BACKWARD: iter(reversed(range(wide - backward, wide)))}
+    columns = [next(ahead[row]) for row in rows]
     seconds = tuple(sum(costs.seconds[op] for op in ops) for ops in pieces)
     return Game(
         name, tuple(tuple(sorted(row)) for row in needs), tuple(labels), tuple(rows), tuple(columns), tuple(weights),
@@ -246,4 +248,4 @@ def _label(graph: Graph, ops: Sequence[int]) -> str:
     """The modules of some ops, as far as they agree."""
     paths = [graph.ops[op].module.split(".") for op in ops]
     same = [one[0] for one in zip(*paths, strict=False) if len(set(one)) == 1]
-    return ".".join(same) or "(top level)"
+    return ".".join(same) or "(top)"

@@ -11,6 +11,8 @@ from lowtide.cli import data
 from lowtide.cli.batch import batch
 from lowtide.cli.bench import add_bench
 from lowtide.cli.curve import curve
+from lowtide.cli.diff import diff
+from lowtide.cli.doctor import doctor
 from lowtide.cli.models import models
 from lowtide.cli.pebble import pebble
 from lowtide.cli.plan import plan
@@ -27,7 +29,6 @@ app = typer.Typer(
     epilog="Data goes to stdout, talk to stderr. Exit codes: 0; 2 for a wrong call; 3 for a budget that nothing fits; "
     "4 for a step that can't be captured; 5 for a step that is not eager's.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -52,12 +53,14 @@ app.command()(profile)
 app.command()(plan)
 app.command()(curve)
 app.command("report")(make_report)
+app.command()(diff)
 app.command()(timeline)
 app.command()(pebble)
 app.command()(batch)
 app.command()(train)
 app.command()(verify)
 app.command()(models)
+app.command()(doctor)
 app.add_typer(data.app, name="data", rich_help_panel=None)
 add_bench(app)
 

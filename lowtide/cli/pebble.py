@@ -57,7 +57,10 @@ def pebble(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Watch the pebble game, or play it: nodes are computations, pebbles are memory."""
+    """Watch the pebble game, or play it.
+
+    Nodes are computations, pebbles are memory. In a terminal space plays and pauses, arrows step, q ends.
+    """
     if out is not None:
         report.refuse_page(out, force=force)
     game = _game(graph)

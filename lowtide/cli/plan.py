@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,7 +18,7 @@ from lowtide.budget import read_budget
 from lowtide.captured import Captured
 from lowtide.choice import Away, Offload, choose, given, judged
 from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, optimizer_name
-from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
+from lowtide.cli.talk import Spoken, answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph, Place
@@ -254,11 +254,13 @@ class _Clock(ProgressColumn):
 
 @contextmanager
 def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
-    """Show in a terminal how long the search has taken, the least overhead so far, and the bound."""
+    """Show how long the search has taken, the least overhead so far, and the bound."""
     console = talk()
     columns = (TextColumn("planning"), _Clock(limit), TimeElapsedColumn(), TextColumn("{task.description}"))
+    spoken = nullcontext() if console.is_terminal else Spoken("planning")
     with (
         redirect_stdout(sys.stderr),
+        spoken,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=None)
@@ -266,5 +268,7 @@ def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
         def progress(overhead: float, bound: float) -> None:
             best, least = report.show_overhead(overhead), report.show_overhead(bound)
             bar.update(task, description=f"best overhead {best}, bound {least}")
+            if isinstance(spoken, Spoken):
+                spoken.news = f"best overhead {best}, bound {least}"
 
         yield progress

@@ -18,10 +18,17 @@ from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline, with_lanes
+from lowtide.models.catalog import BUILDERS
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
 from lowtide.simulate import simulate
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """The built-in models that begin so, for the shell; files it completes by itself."""
+    return [name for name in BUILDERS if name.startswith(incomplete)]
+
 
 Target = Annotated[
     str,
@@ -29,6 +36,7 @@ Target = Annotated[
         help="A built-in model such as resnet:depth=50,batch=16 (see `lowtide models`), or file.py:function, "
         "a function that returns (step, model, optimizer, example).",
         show_default=False,
+        autocompletion=complete_target,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]

@@ -62,7 +62,10 @@ def make_report(
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show a step and its plan on one page: memory over time, the arena, the frontier, and what would help."""
+    """Show a step and its plan on one page.
+
+    Memory over time, the arena, the frontier, the peak, what is made again, where the seconds go, and what would help.
+    """
     refuse_out(out, force, as_json)
     if budget is not None:
         refuse_early(budget)

@@ -50,7 +50,10 @@ def timeline(
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Write a step and its plan over time, as a trace for Perfetto or a snapshot for PyTorch's memory_viz."""
+    """Write a step over time, for other tools.
+
+    A trace for Perfetto has eager and the plan, a snapshot for PyTorch's memory_viz has the plan.
+    """
     if out is None and snapshot is None and not as_json:
         raise UsageError("a timeline needs a file.", hint="pass --out trace.json, --snapshot plan.pickle, or --json.")
     for path in (out, snapshot):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.report.batch import BatchReport
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
+from lowtide.report.diff import Diff, diff, side
 from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
@@ -30,6 +31,7 @@ from lowtide.report.timeline import snapshot, trace_events
 __all__ = [
     "Advice",
     "BatchReport",
+    "Diff",
     "Explanation",
     "Frontier",
     "Heading",
@@ -48,6 +50,7 @@ __all__ = [
     "Table",
     "Track",
     "describe_costs",
+    "diff",
     "document_of",
     "explain",
     "find_values",
@@ -61,6 +64,7 @@ __all__ = [
     "show_offloaded",
     "show_overhead",
     "show_seconds",
+    "side",
     "snapshot",
     "summarize",
     "trace_events",

@@ -7,7 +7,7 @@ class Board {  // the nodes and edges of a game
   constructor(game, click) {
     this.game = game;
     const rows = [...new Set(game.rows)], wide = Math.max(...game.columns) + 1, placed = new Map();
-    const gap = game.folded ? 74 : 64, tall = rows.length > 1 ? 150 : 0, bend = new Map();
+    const gap = game.folded ? 74 : 64, tall = rows.length > 1 ? 150 : 0;
     this.at = game.needs.map((_, node) => {
       const column = game.columns[node], key = `${game.rows[node]} ${column}`, same = placed.get(key) ?? 0;
       placed.set(key, same + 1);
@@ -15,18 +15,18 @@ class Board {  // the nodes and edges of a game
       const spread = rows.length > 1 ? 0 : (same - (together - 1) / 2) * 58;
       return { x: 46 + column * gap, y: 60 + (rows.length > 1 ? rows.indexOf(game.rows[node]) * tall : 0) + spread };
     });
-    const top = Math.min(...this.at.map(one => one.y)) - 46, bottom = Math.max(...this.at.map(one => one.y)) + 52;
+    const top = Math.min(...this.at.map(one => one.y)) - 58, bottom = Math.max(...this.at.map(one => one.y)) + 56;
     this.width = 46 * 2 + (wide - 1) * gap;
     this.svg = drawn("svg", { class: "plot board", viewBox: `0 ${top} ${this.width} ${bottom - top}`, role: "group", "aria-label": game.name });
-    this.svg.style.maxHeight = "56vh";
+    this.svg.style.maxHeight = "46vh";
     game.needs.forEach((row, node) => row.forEach(other => this.svg.append(this.edge(other, node))));
     this.nodes = game.needs.map((_, node) => this.node(node, click));
     this.svg.append(...this.nodes.map(node => node.group));
-    rows.length > 1 && rows.forEach((row, number) => this.svg.append(drawn("text", { x: 6, y: 60 + number * tall - 34, "font-size": 13 }, document.createTextNode(row))));
+    rows.length > 1 && rows.forEach((row, number) => this.svg.append(drawn("text", { x: 6, y: 60 + number * tall - 40, "font-size": 11 }, document.createTextNode(row))));
   }
   edge(from, to) {
     const a = this.at[from], b = this.at[to], far = Math.abs(b.x - a.x), level = a.y === b.y;
-    const lift = level && far > 80 ? (a.y < 100 ? -1 : 1) * Math.min(44, 14 + far / 8) : 0;
+    const lift = level && far > 80 ? (a.y < 100 ? -1 : 1) * Math.min(84, 30 + far / 5) : 0;
     return drawn("path", { d: `M${a.x} ${a.y}Q${(a.x + b.x) / 2} ${(a.y + b.y) / 2 + lift} ${b.x} ${b.y}`, fill: "none", stroke: "var(--line)", "stroke-width": 2 });
   }
   node(node, click) {
