@@ -55,7 +55,7 @@ def test_pebbles(golden: Golden, name: str, call: list[str]) -> None:
 
 
 def test_pebbles_by_hand(golden: Golden) -> None:
-    moves = "1\n2\n5\n3\n-2\n-1\n3\n-1\n5\n"
+    moves = "1\n2\n5\n3\n-3\n3\n-2\n4\n-1\n4\n7\n5\n"
     call = ["pebble", "caterpillar:length=2", "--play"]
     result = CliRunner().invoke(app, call, input=moves, env=PLAIN, prog_name="lowtide")
     golden("pebble-by-hand", result.output)
