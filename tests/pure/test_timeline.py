@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import pickletools
@@ -43,7 +44,8 @@ def test_a_trace_has_the_events_of_the_format() -> None:
         match event["ph"]:
             case "X":
                 assert event["dur"] >= 0 <= event["ts"]
-                assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+                assert isinstance(event["name"], str)
+                assert isinstance(event["args"], dict)
                 spans[event["pid"], event["tid"]].append((event["ts"], event["dur"]))
             case "C":
                 counters[event["pid"]].append(event["args"])
@@ -53,7 +55,7 @@ def test_a_trace_has_the_events_of_the_format() -> None:
                 pytest.fail(f"an event of kind {other}")
     for rows in spans.values():  # spans of one thread must nest; ours follow each other
         rows.sort()
-        assert all(begin + length <= after + 0.002 for (begin, length), (after, _) in zip(rows, rows[1:], strict=False))
+        assert all(begin + length <= after + 0.002 for (begin, length), (after, _) in itertools.pairwise(rows))
     for process, (_, track) in enumerate(steps, 1):
         assert max(sum(row.values()) for row in counters[process]) == max(track.live)
 
@@ -61,9 +63,7 @@ def test_a_trace_has_the_events_of_the_format() -> None:
 def test_engines_have_threads_of_their_own() -> None:
     graph, costs, program = moved_step()
     trace = report.trace_events([(graph, report.track("plan", graph, costs, program))])
-    names = {
-        event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"
-    }
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert list(names.values()) == ["compute", "disk out", "disk in", "phases"]
     copies = {event["name"]: names[event["tid"]] for event in trace["traceEvents"] if event.get("cat") == "copy"}
     assert copies == {"send away": "disk out", "fetch away": "disk in"}

@@ -31,18 +31,12 @@ def fates(graph: Graph, costs: Costs, program: Program) -> dict[int, str]:
     narrow = {row.value for row in graph.alternatives if row.store >= 0 and row.keeper in present}
     away = {item.value for item in program.instructions if isinstance(item, Copy) and item.to != "device"}
     later = {value for _, op in runs[place:] for value in graph.makes[op]}
-    return {
-        value: KEPT
-        if value in present
-        else NARROW
-        if value in narrow
-        else AWAY
-        if value in away
-        else AGAIN
-        if value in later
-        else GONE
-        for value in _needed(graph)
-    }
+
+    def fate(value: int) -> str:
+        ways = ((value in away, AWAY), (value in present, KEPT), (value in narrow, NARROW), (value in later, AGAIN))
+        return next((name for true, name in ways if true), GONE)
+
+    return {value: fate(value) for value in _needed(graph)}
 
 
 def _needed(graph: Graph) -> Iterator[int]:
