@@ -13,7 +13,7 @@ from lowtide.game import Game, Move, after
 from lowtide.graph import Graph, Op, Output, Read, Value
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak
-from lowtide.plan.pebble import one_shot
+from lowtide.plan.pebble import Board, by_tree, least, one_shot
 from lowtide.plan.problem import Ints, Problem, problem
 from lowtide.program import Run
 
@@ -53,7 +53,9 @@ def least_once(game: Game) -> Solution:
     _, _, arrays = as_problem(game)
     order = one_shot(arrays, np.arange(len(game.needs)))
     peak = arrays.peak(order)
-    proven = left(game, frozenset(), peak - 1, frozenset()) == float("inf")
+    board = Board(arrays, np.arange(len(game.needs)))
+    proven = by_tree(board) is not None or peak == least(board)  # orders of trees are optimal (Liu 1987)
+    proven = proven or left(game, frozenset(), peak - 1, frozenset()) == float("inf")
     return _solution(game, arrays, order, peak, proven=proven)
 
 

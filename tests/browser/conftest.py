@@ -44,7 +44,7 @@ def opening(browser: Any) -> Iterator[Opening]:
         one.page.on("pageerror", lambda error: one.complaints.append(str(error)))
         one.page.on("request", lambda request: one.requests.append(request.url))
         one.page.goto(path.as_uri())
-        one.page.wait_for_function("document.documentElement.dataset.ready === 'true'")
+        one.page.wait_for_selector("html[data-ready=true]", state="attached")
         one.page.wait_for_timeout(50)
         opened.append(one)
         return one

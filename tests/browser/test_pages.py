@@ -79,6 +79,7 @@ def test_hovering_says_what_runs_and_what_is_there(opening: Opening, path: Path,
     at_peak = data["peaks"]["plan"]["peak_at"]
     assert at_peak["target"].removesuffix(".default") in text
     assert (at_peak["source"] or "(top level)") in text
+    opened.page.locator("#arena canvas").scroll_into_view_if_needed()
     lanes = opened.page.locator("#arena canvas").bounding_box()
     opened.page.mouse.move(lanes["x"] + lanes["width"] / 2, lanes["y"] + lanes["height"] - 30)
     assert "address" in opened.page.inner_text("#tip")
@@ -187,7 +188,7 @@ def test_the_game_is_watched_move_by_move(opening: Opening, tmp_path: Path, name
     opened.page.eval_on_selector("#scrub", "one => { one.value = '0'; one.dispatchEvent(new Event('input')); }")
     assert opened.numbers()["weight"] == 0
     opened.page.click("#play")
-    opened.page.wait_for_function("document.querySelector('[data-key=spent]').dataset.value !== '0'")
+    opened.page.wait_for_selector('[data-key=spent]:not([data-value="0"])')
     opened.page.click("#play")
     # The search in the page and the one that planned share nothing but the game.
     for number, one in enumerate(page.plays):

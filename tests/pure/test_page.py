@@ -184,7 +184,7 @@ def test_a_damaged_page_is_an_answer(tmp_path: Path, content: bytes) -> None:
 
 
 def test_the_page_of_a_long_step_stays_small() -> None:
-    graph, costs, found = long_chain(3000)
+    graph, costs, found = long_chain(1500)
     text = render(document(graph, costs, found), kind="report", title="long")
     packed = re.search(r'octet-stream">([A-Za-z0-9+/=]+)<', text)
     assert packed is not None

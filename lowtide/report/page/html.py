@@ -66,7 +66,7 @@ def refuse_page(path: str | os.PathLike[str], *, force: bool) -> None:
     if os.path.lexists(path) and not force:
         raise FileError(f"{path} exists already.", hint="choose another name, or pass force=True (--force).")
     if not path.absolute().parent.is_dir():
-        raise FileError(f"there is no folder {path.absolute().parent}.", hint="make it first, or choose another place.")
+        raise FileError(f"there is no folder {path.parent}.", hint="make it first, or choose another place.")
 
 
 def document_of(path: str | os.PathLike[str]) -> Any:
