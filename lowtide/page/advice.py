@@ -118,8 +118,8 @@ def _cleared(now: Situation) -> report.Advice | None:
     """Let go of gradients right after their update: the step leaves none behind."""
     graph = now.captured
     ours = {output.value for output in graph.outputs if output.role == "gradient"}
-    before = any(graph.values[item.value].kind == "gradient" for item in graph.inputs)
-    if not ours or before:
+    added = any(graph.values[item.value].kind == "gradient" and graph.readers[item.value] for item in graph.inputs)
+    if not ours or added:  # gradients that are added up over several steps are needed after each
         return None
     outputs = tuple(output for output in graph.outputs if output.value not in ours)
     chosen = now.again(replace(graph, outputs=outputs))
