@@ -19,7 +19,7 @@ function frontierPlot(data) {
   return host;
 }
 
-function frontierSvg({ frontier, numbers }, width) {
+function frontierSvg({ frontier, numbers, summary }, width) {
   const narrow = width < 560, height = narrow ? 300 : 380, margin = { left: 54, right: 18, top: 22, bottom: 46 };
   const rows = frontier.rows, classics = Object.entries(frontier.classics).map(([name, points]) => [name, points.filter(Boolean)]).filter(([, points]) => points.length);
   const eager = frontier.eager_peak;
@@ -44,7 +44,7 @@ function frontierSvg({ frontier, numbers }, width) {
   }
   text((margin.left + width - margin.right) / 2, height - 6, "peak of the whole step", { "text-anchor": "middle" });
   text(4, 12, "more time than without recomputation");
-  forbidden(svg, frontier, { x, y, low, top, base, margin });
+  forbidden(svg, frontier, summary.least_bound, { x, y, low, base, margin });
   const steps = [...rows].sort((a, b) => a.predicted_peak - b.predicted_peak);
   let path = "";
   steps.forEach((row, number) => { path += number ? `H${x(row.predicted_peak)}V${y(row.overhead)}` : `M${x(row.predicted_peak)} ${margin.top}V${y(row.overhead)}`; });
@@ -76,14 +76,14 @@ function frontierSvg({ frontier, numbers }, width) {
   return svg;
 }
 
-function forbidden(svg, frontier, { x, y, low, top, base, margin }) {  // what no plan can do, by the bounds
-  const rows = [...frontier.rows].sort((a, b) => a.budget - b.budget);
-  let path = `M${x(low)} ${base}V${margin.top}H${x(rows[0].budget)}`;
-  rows.forEach((row, number) => { path += `V${y(row.bound)}H${x(rows[number + 1]?.budget ?? row.budget)}`; });
-  svg.append(drawn("path", { d: `${path}V${base}Z`, fill: "var(--gone)", opacity: 0.55 }));
-  const room = x(rows[0].budget) - x(low);
-  const label = drawn("text", { x: x(low) + 6, y: base - 8, style: "font-style: italic" }, document.createTextNode(room > 0 ? "no plan can be in here" : ""));
-  svg.append(label);
+// What no plan can do: none has a peak below the least bound, and none within a budget is quicker than that budget's
+// bound, which holds for all smaller peaks, too.
+function forbidden(svg, frontier, least, { x, y, low, base, margin }) {
+  const rows = [...frontier.rows].sort((a, b) => a.budget - b.budget), edge = Math.max(low, Math.min(least, rows[0].budget));
+  let path = `M${x(low)} ${base}V${edge > low ? margin.top : y(rows[0].bound)}H${x(edge)}`;
+  for (const row of rows) path += `V${y(row.bound)}H${x(row.budget)}`;
+  svg.append(drawn("path", { d: `${path}V${base}Z`, fill: "var(--gone)", opacity: 0.55, id: "forbidden" }));
+  svg.append(drawn("text", { x: x(low) + 6, y: base - 8, style: "font-style: italic" }, document.createTextNode("no plan can be in here")));
 }
 
 function hovering(mark, name, point) {

@@ -31,7 +31,7 @@ function memorySection(data, tracks) {
   const peak = make("button", { type: "button", class: "plain", onclick: () => { const at = tracks.plan.time[tracks.plan.data.at], wide = view.end / 16; view.show(at - wide / 2, at + wide / 2); } }, "to the peak");
   const tools = make("div", { class: "tools" },
     choice("What is stacked", { plan: "plan", eager: "eager" }, "plan", name => memory.show(name)),
-    make("span", { class: "hint push" }, "drag to zoom, arrows to move"),
+    make("span", { class: "hint push" }, "drag or pinch to zoom, arrows to move"),
     make("button", { type: "button", class: "plain", "aria-label": "Zoom in", onclick: () => view.zoom(0.5) }, "+"),
     make("button", { type: "button", class: "plain", "aria-label": "Zoom out", onclick: () => view.zoom(2) }, MINUS), peak, all);
   const names = STACK.filter(name => tracks.plan.names.includes(name) || tracks.eager.names.includes(name));
