@@ -10,6 +10,7 @@ const SHAPES = [
   (x, y) => `M${x - 4} ${y}a4 4 0 1 0 8 0a4 4 0 1 0-8 0`,
   (x, y) => `M${x - 5} ${y + 3}h10m-10-6h10`,
 ];
+const toneOf = number => TONES[(number + 3 * Math.floor(number / SHAPES.length)) % TONES.length];
 const TONES = ["--gradients", "--activations", "--update", "--backward", "--saved", "--parameters", "--state", "--temporaries"];
 
 function frontierPlot(data) {
@@ -47,10 +48,10 @@ function frontierSvg({ frontier, numbers, summary }, width) {
   forbidden(svg, frontier, summary.least_bound, { x, y, low, base, margin });
   const steps = [...rows].sort((a, b) => a.predicted_peak - b.predicted_peak);
   let path = "";
-  steps.forEach((row, number) => { path += number ? `H${x(row.predicted_peak)}V${y(row.overhead)}` : `M${x(row.predicted_peak)} ${margin.top}V${y(row.overhead)}`; });
-  svg.append(drawn("path", { d: `${path}H${x(high)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 2.5, "stroke-linejoin": "round" }));
+  steps.forEach((row, number) => { path += `${number ? "L" : "M"}${x(row.predicted_peak)} ${y(row.overhead)}`; });
+  svg.append(drawn("path", { d: path, fill: "none", stroke: "var(--accent)", "stroke-width": 2.2, "stroke-linejoin": "round" }));
   classics.forEach(([name, points], number) => {
-    const tone = TONES[number % TONES.length], shape = SHAPES[number % SHAPES.length];
+    const tone = toneOf(number), shape = SHAPES[number % SHAPES.length];
     for (const point of points) {
       if (point.overhead > top) continue;
       const mark = drawn("path", { d: shape(x(point.predicted_peak), y(point.overhead)), fill: number % SHAPES.length > 3 ? "none" : `var(${tone})`, stroke: `var(${tone})`, "stroke-width": 1.8, "data-classic": name });
@@ -100,7 +101,7 @@ function frontierLegend(frontier) {
     make("span", { class: "key" }, make("span", { class: "swatch", style: { background: "var(--card)", border: "2.5px solid var(--accent)", borderRadius: "50%" } }), "lowtide"),
     make("span", { class: "key" }, swatch("--gone"), "no plan can be here"));
   Object.entries(frontier.classics).filter(([, points]) => points.some(Boolean)).forEach(([name], number) => {
-    const tone = TONES[number % TONES.length], icon = drawn("svg", { width: 14, height: 14, viewBox: "0 0 14 14" },
+    const tone = toneOf(number), icon = drawn("svg", { width: 14, height: 14, viewBox: "0 0 14 14" },
       drawn("path", { d: SHAPES[number % SHAPES.length](7, 7), fill: number % SHAPES.length > 3 ? "none" : `var(${tone})`, stroke: `var(${tone})`, "stroke-width": 1.8 }));
     legend.append(make("span", { class: "key" }, icon, name));
   });

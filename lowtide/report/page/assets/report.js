@@ -70,7 +70,7 @@ function adviceSection(data) {
 
 function frontierSection(data) {
   if (!data.frontier) return null;
-  return section("frontier", "Frontier", "Time against memory", "Each circle is a plan that was found: less memory costs more time. In the grey region no plan can be, by a proof; between the two nobody knows yet.",
+  return section("frontier", "Frontier", "Time against memory", "Each circle is a plan that was found, the other marks are what published methods do: less memory costs more time. In the grey region no plan can be, by a proof; between it and the circles nobody knows yet.",
     make("div", { class: "card" }, frontierPlot(data), frontierLegend(data.frontier)));
 }
 
