@@ -116,12 +116,13 @@ def planned(
     """The quickest plan within a budget as it was written, and its bytes."""
     nbytes: int | None = None
 
-    def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
         nonlocal nbytes
         if budget is not None:
             nbytes = read_budget(budget, persistent=found.persistent(graph), eager_peak=eager_peak)
         with searching(time_limit) as progress:
-            return Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress).within(nbytes)
+            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
+            return planning.within(nbytes)
 
     return choose(captured.graph, price, search, rounding=rounding, away=away), nbytes
 

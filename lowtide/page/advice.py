@@ -37,9 +37,9 @@ class Situation:
     time_limit: float = 3.0  # seconds of search for each change
     halved: Callable[[], tuple[Graph, int] | None] = lambda: None  # the step with half of its batch, and that batch
 
-    def search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
-        """Plan a graph within the same budget."""
-        return plan(graph, costs, self.budget, time_limit=self.time_limit)
+    def search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
+        """Plan a graph within the same budget, in this part of the time."""
+        return plan(graph, costs, self.budget, time_limit=part * self.time_limit)
 
     def again(self, graph: Graph, *, rounding: bool | None = None, away: Away | None = None) -> Choice:
         """The quickest plan of a graph within the same budget."""
