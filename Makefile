@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
 
-.PHONY: help demo test test-all quick compat lint sanitize bench docs clean
+.PHONY: help demo test test-all quick browser compat lint sanitize bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -23,14 +23,24 @@ demo: .venv/ready  ## Train a model on real text, in eager and then with a quart
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --eager
 	$(BIN)/lowtide train $(DEMO) --data austen --steps 60 --budget 25%
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -rs
 
-test: .venv/ready lint  ## Run the linter, the type checker and all tests but the long ones, one on each core
+# The pages are tested in Chromium. A continuous integration machine gets it here; elsewhere the tests say what to do.
+ifdef CI
+BROWSER := browser
+endif
+
+test: .venv/ready lint $(BROWSER)  ## Run the linter, the type checker and all tests but the long ones, one on each core
 	$(PYTEST) -m "not long"
 
 test-all: .venv/ready lint  ## Run all tests, the long ones and the sanitizers too, and a part of them with other versions of torch
 	$(PYTEST)
 	$(MAKE) compat
+
+browser:  ## Install the browser in which the pages are tested, where there is none (Debian, as root)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq -y chromium >/dev/null; } || \
+		echo "no browser could be installed: the tests of the pages will be skipped" >&2
 
 QUICK := $(patsubst %,tests/pure/test_%.py,house simulate native tape loops) tests/cpu/test_private.py \
 	tests/cpu/test_fit.py::test_schedulers_and_learning_rates \

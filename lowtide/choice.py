@@ -183,11 +183,20 @@ def _replaced(name: str) -> str:
     return "" if one is None else one.instead_of
 
 
+def eager_step(
+    captured: Graph, planned: Graph, rewrites: Iterable[Rewrite], costs: Costs, price: Callable[[Graph], Costs]
+) -> tuple[Graph, Costs]:
+    """The step as eager runs it, with its costs: the planned one, or the captured one where rewrites changed that."""
+    if not {rewrite.name for rewrite in rewrites} - AS_EAGER:
+        return planned, costs
+    whole = apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
+    return whole, price(whole)
+
+
 def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
     """The bytes that eager needs for a captured step, predicted; it makes the second runs that plans do without."""
-    same = not {rewrite.name for rewrite in rewritten.rewrites} - AS_EAGER
-    whole = rewritten.graph if same else apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
-    return simulate(whole, costs if same else price(whole), as_eager(whole)).peak
+    whole, priced = eager_step(captured, rewritten.graph, rewritten.rewrites, costs, price)
+    return simulate(whole, priced, as_eager(whole)).peak
 
 
 def choose(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.costs import Costs
+from lowtide.costs import Costs, Direction
 from lowtide.engines import Engines
 from lowtide.graph import Graph, Place
 from lowtide.program import Copy, Free, Program, Run, Wait
+
+COMPUTE = "compute"  # the engine of the ops
 
 
 @dataclass(frozen=True)
@@ -148,23 +150,38 @@ def _last_replays(graph: Graph, program: Program) -> dict[int, int]:
     return {number: op for op, number in last.items()}
 
 
-def elapsed(graph: Graph, costs: Costs, program: Program) -> float:
-    """The seconds of one step: ops one after another, copies beside them."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one instruction begins and ends, in seconds from the beginning of the step, and on which engine."""
+
+    begin: float
+    end: float
+    engine: str  # "compute", or the place and direction of a copy: "disk out"
+
+
+def spans(graph: Graph, costs: Costs, program: Program) -> Iterator[Span]:
+    """The times of each instruction, in order: ops one after another, copies beside them; a `Free` takes none."""
     engines = Engines(costs.lanes)
     arrival: dict[tuple[int, Place], float] = {}
     ready = {(item.value, item.home) for item in graph.inputs}  # what can be read in other places
     for instruction in program.instructions:
+        begin, engine, end = engines.now, COMPUTE, None
         match instruction:
             case Run(op):
                 engines.run(costs.seconds[op])
-            case Copy(value, "device"):
-                place: Place = "host" if (value, "host") in ready else "disk"
-                arrival[value, "device"] = engines.copy(place, "in", costs.nbytes[value])
             case Copy(value, to):
-                arrival[value, to] = engines.copy(to, "out", costs.nbytes[value])
+                away: Place = to if to != "device" else "host" if (value, "host") in ready else "disk"
+                direction: Direction = "in" if to == "device" else "out"
+                engine, begin = f"{away} {direction}", max(begin, engines.free.get((away, direction), begin))
+                end = arrival[value, to] = engines.copy(away, direction, costs.nbytes[value])
             case Wait(value, place):
                 engines.wait(arrival[value, place])
                 ready.add((value, place))
             case Free(value, place):
                 ready.discard((value, place))
-    return engines.now
+        yield Span(begin, engines.now if end is None else end, engine)
+
+
+def elapsed(graph: Graph, costs: Costs, program: Program) -> float:
+    """The seconds of one step: what is still copied when the last op has ended does not count."""
+    return max((span.end for span in spans(graph, costs, program) if span.engine == COMPUTE), default=0.0)

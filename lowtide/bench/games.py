@@ -9,6 +9,7 @@ import numpy as np
 
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError
+from lowtide.game import binary_tree, caterpillar_needs
 from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
 from lowtide.plan import TIME_LIMIT, plan
 from lowtide.plan.classics.chain import Action, Backward, hidden, internal, revolve, revolve_forwards
@@ -145,25 +146,9 @@ class Game:
 def games(*, time_limit: float = TIME_LIMIT) -> Iterator[Game]:
     """Every pebble game, and the chain of Chen et al."""
     for length in (10, 100, 1000):
-        yield Game(f"pebbles of a caterpillar of {length:,}", 3, pebbles(caterpillar(length)), True)
+        yield Game(f"pebbles of a caterpillar of {length:,}", 3, pebbles(caterpillar_needs(length)), True)
     for height in (4, 7, 10):
         yield Game(f"pebbles of a binary tree of height {height}", height + 2, pebbles(binary_tree(height)), True)
     graph, costs = training_chain(NODES, nbytes=UNIT)
     forwards, _ = _forwards(graph, costs, ROOM, time_limit)
     yield Game(f"forwards of a chain of {NODES} tanh of 1 MB within 20 MB", 2 * NODES, forwards, False)
-
-
-def caterpillar(length: int) -> list[list[int]]:
-    """A path of so many nodes, each of which also needs a leaf of its own."""
-    return [[], [], [0, 1], *(row for n in range(1, length) for row in ([], [2 * n, 2 * n + 1]))]
-
-
-def binary_tree(height: int) -> list[list[int]]:
-    """A complete binary tree, level by level from the leaves."""
-    needs: list[list[int]] = [[] for _ in range(2**height)]
-    level = list(range(2**height))
-    while len(level) > 1:
-        half = len(level) // 2
-        needs += [[level[n], level[n + half]] for n in range(half)]
-        level = list(range(len(needs) - half, len(needs)))
-    return needs

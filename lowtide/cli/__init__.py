@@ -11,9 +11,14 @@ from lowtide.cli import data
 from lowtide.cli.batch import batch
 from lowtide.cli.bench import add_bench
 from lowtide.cli.curve import curve
+from lowtide.cli.diff import diff
+from lowtide.cli.doctor import doctor
 from lowtide.cli.models import models
+from lowtide.cli.pebble import pebble
 from lowtide.cli.plan import plan
 from lowtide.cli.profile import profile
+from lowtide.cli.report import make_report
+from lowtide.cli.timeline import timeline
 from lowtide.cli.train import train
 from lowtide.cli.verify import verify
 
@@ -24,7 +29,6 @@ app = typer.Typer(
     epilog="Data goes to stdout, talk to stderr. Exit codes: 0; 2 for a wrong call; 3 for a budget that nothing fits; "
     "4 for a step that can't be captured; 5 for a step that is not eager's.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -48,10 +52,15 @@ def _options(
 app.command()(profile)
 app.command()(plan)
 app.command()(curve)
+app.command("report")(make_report)
+app.command()(diff)
+app.command()(timeline)
+app.command()(pebble)
 app.command()(batch)
 app.command()(train)
 app.command()(verify)
 app.command()(models)
+app.command()(doctor)
 app.add_typer(data.app, name="data", rich_help_panel=None)
 add_bench(app)
 

@@ -18,17 +18,14 @@ from lowtide.cli.profile import (
     captured_target,
     common,
     costs_of,
-    describe,
     optimizer_name,
     resized_target,
 )
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
-from lowtide.errors import BudgetError
 from lowtide.graph import Graph
-from lowtide.plan import CLASSICS
+from lowtide.page.frontier import find_classics, point_of
 from lowtide.plan import curve as find_curve
-from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import KEEPS, ROUNDING, Rewrite, exactness, read_allow
@@ -77,10 +74,10 @@ def curve(
 
         techniques = _techniques(captured.graph, leave, find, plans[-1].base_seconds)
     frontier = report.Frontier(
-        heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
+        heading=report.Heading(target, optimizer_name(built.optimizer), report.describe_costs(found)),
         persistent=found.persistent(graph),
         eager_peak=eager_peak(captured.graph, rewritten, found, lambda one: costs_of(one, costs)),
-        points=[_point(plan) for plan in plans],
+        points=[point_of(plan) for plan in plans],
         classics=_classics(graph, found, budgets) if classics else {},
         ops=len(graph.ordinary),
         notes=[*graph.notes, *found.notes],
@@ -120,31 +117,13 @@ def _techniques(
             progress(done, len(sets))
             graphs = [leave.apply(graph, rewrites) for rewrites in choices]
             plans = [plan for one in graphs if exactness(one.rewrites) != "bitwise" for plan in find(one.graph)]
-            points = [replace(_point(plan), overhead=plan.seconds / seconds - 1) for plan in plans]
+            points = [replace(point_of(plan), overhead=plan.seconds / seconds - 1) for plan in plans]
             if points:
                 points.sort(key=lambda point: point.budget)
                 found.append(report.Technique(name, KEEPS[exactness(graphs[-1].rewrites)], points))
     return found
 
 
-def _point(plan: Plan) -> report.Point:
-    assert plan.budget is not None
-    return report.Point(plan.budget, plan.peak, plan.overhead, plan.bound, plan.planning_seconds)
-
-
 def _classics(graph: Graph, costs: Costs, budgets: Sequence[int]) -> dict[str, list[report.Point | None]]:
-    """What each classic finds within these budgets."""
-    planning = Planning(graph, costs)
-    found: dict[str, list[report.Point | None]] = {}
     with counting("planning as published", patience=0.0) as progress:
-        for done, name in enumerate(CLASSICS):
-            progress(done, len(CLASSICS))
-            found[name] = [_classic(planning.within, budget, name) for budget in budgets]
-    return found
-
-
-def _classic(within: Callable[[int, str], Plan], budget: int, name: str) -> report.Point | None:
-    try:
-        return _point(within(budget, name))
-    except BudgetError:
-        return None
+        return find_classics(graph, costs, budgets, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -24,11 +24,10 @@ from lowtide.cli.profile import (
     captured_target,
     common,
     costs_of,
-    describe,
     optimizer_name,
     resized_target,
 )
-from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
+from lowtide.cli.talk import Spoken, answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph, Place
@@ -158,7 +157,7 @@ def plan(
                 }
             )
         else:
-            heading = report.Heading(target, optimizer_name(built.optimizer), describe(found))
+            heading = report.Heading(target, optimizer_name(built.optimizer), report.describe_costs(found))
             by = "" if method == BEST else method
             show(report.PlanReport(heading, budget or "", summary, notes, by))
     if out is not None and not as_json:
@@ -271,11 +270,13 @@ class _Clock(ProgressColumn):
 
 @contextmanager
 def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
-    """Show in a terminal how long the search has taken, the least overhead so far, and the bound."""
+    """Show how long the search has taken, the least overhead so far, and the bound."""
     console = talk()
     columns = (TextColumn("planning"), _Clock(limit), TimeElapsedColumn(), TextColumn("{task.description}"))
+    spoken = nullcontext() if console.is_terminal else Spoken("planning")
     with (
         redirect_stdout(sys.stderr),
+        spoken,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=None)
@@ -283,5 +284,7 @@ def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
         def progress(overhead: float, bound: float) -> None:
             best, least = report.show_overhead(overhead), report.show_overhead(bound)
             bar.update(task, description=f"best overhead {best}, bound {least}")
+            if isinstance(spoken, Spoken):
+                spoken.news = f"best overhead {best}, bound {least}"
 
         yield progress

@@ -19,11 +19,18 @@ from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline, with_lanes
+from lowtide.models.catalog import BUILDERS
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.simulate import simulate
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """The built-in models that begin so, for the shell; files it completes by itself."""
+    return [name for name in BUILDERS if name.startswith(incomplete)]
+
 
 Target = Annotated[
     str,
@@ -31,6 +38,7 @@ Target = Annotated[
         help="A built-in model such as resnet:depth=50,batch=16 (see `lowtide models`), or file.py:function, "
         "a function that returns (step, model, optimizer, example).",
         show_default=False,
+        autocompletion=complete_target,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -85,7 +93,9 @@ def profile(
             }
         )
     else:
-        heading = report.Heading(target, optimizer_name(built.optimizer), describe(found), seconds if metered else None)
+        heading = report.Heading(
+            target, optimizer_name(built.optimizer), report.describe_costs(found), seconds if metered else None
+        )
         show(report.Report(heading, result, peaks, notes))
 
 
@@ -135,11 +145,6 @@ def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Cos
             found = measure(graph, progress=progress)
     with counting("measuring copies") as progress:
         return with_lanes(graph, found, folder=folder, progress=progress)
-
-
-def describe(costs: Costs) -> str:
-    """Where costs come from, in a line."""
-    return f"costs: {'measured on' if costs.origin == 'measured' else 'roofline of'} {costs.machine}"
 
 
 def optimizer_name(optimizer: Any) -> str:

@@ -18,6 +18,7 @@ from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
+from lowtide.page import Looks, page_of
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 from lowtide.rewrites import read_allow
@@ -147,16 +148,42 @@ class Fitted:
         self.verifier = Verifier(asked.step, asked.model, asked.optimizer, steps)
         announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, persistent=persistent, tell=tell or asked.tell)
 
-    def report(self) -> str:
-        """What the plan does and what was measured, for a person."""
+    def report(
+        self, html: str | os.PathLike[str] | None = None, *, looks: Looks | None = None, force: bool = False
+    ) -> str:
+        """What the plan does and what was measured, for a person; `html` is a file for a page of it, with much more.
+
+        For the page other budgets and changes are planned, which takes some seconds; `looks` says how much of that.
+        """
         fit = self._latest
         graph = self.captured.graph
         summary = report.summarize(graph, fit.costs, fit.plan, eager_peak=fit.eager_peak)
+        if html is not None:
+            self._write_page(html, looks, force)
         resident = sum(one.runner.away.resident for one in self._fits)
         measured = report.Measured(
             self.peak, self.arena_bytes, self.mismatches, len(self._kept), fit.runner.timings.step, resident
         )
         return report.show_fitted(summary, measured)
+
+    def _write_page(self, path: str | os.PathLike[str], looks: Looks | None, force: bool) -> None:
+        """A page of the step as it last ran."""
+        report.refuse_page(path, force=force)
+        fit, asked = self._latest, self._request
+        name = type(asked.model).__name__
+        heading = report.Heading(name, _optimizers(asked.optimizer), report.describe_costs(fit.costs))
+        metered = report.Metered(peak=fit.runner.peak, seconds=fit.runner.timings.step)
+        notes = [*self.captured.graph.notes, *fit.costs.notes]
+        page = page_of(
+            heading,
+            self._maker.situation(fit),
+            asked="" if asked.budget is None else str(asked.budget),
+            metered=metered,
+            looks=looks,
+            notes=notes,
+            tell=asked.say,
+        )
+        report.write_page(path, page.to_json(), kind="report", title=f"{name} · lowtide", force=force)
 
     @property
     def _fits(self) -> list[Fit]:
@@ -166,6 +193,12 @@ class Fitted:
     @property
     def _latest(self) -> Fit:
         return self._kept.latest.fit
+
+
+def _optimizers(optimizer: Any) -> str:
+    """The optimizers as a person calls them."""
+    found = optimizer if isinstance(optimizer, tuple | list) else () if optimizer is None else (optimizer,)
+    return ", ".join(type(one).__name__ for one in found) or "no optimizer"
 
 
 def fit(

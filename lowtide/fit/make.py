@@ -20,6 +20,7 @@ from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
+from lowtide.page.advice import Situation
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
@@ -60,6 +61,7 @@ class Fit:
     costs: Costs
     eager_peak: int  # bytes, predicted
     chunks: int  # that recurrent layers are cut into in time; 1: they are whole
+    seen: Graph  # the step as it was captured, before any rewrite
 
 
 class Maker:
@@ -88,7 +90,7 @@ class Maker:
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
-        return self._bind(replace(captured, graph=chosen.graph), found, chosen.costs, chosen.eager_peak, chosen.chunks)
+        return self._bind(replace(captured, graph=chosen.graph), chosen, captured.graph)
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -106,7 +108,7 @@ class Maker:
         captured = fit.runner.captured
         found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
-        made = self._bind(captured, found, costs, fit.eager_peak, fit.chunks)
+        made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
         return made
 
@@ -131,9 +133,10 @@ class Maker:
                 correct_lanes(fit.runner.device, place, steps, folder=self._request.offload_dir)
         return True
 
-    def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
-        runner = execute(captured, found.program, costs.nbytes, folder=self._request.offload_dir)
-        return Fit(runner, self._manner.caller(runner), found, costs, eager_peak, chunks)
+    def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
+        runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        call = self._manner.caller(runner)
+        return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
     def _capture(self, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
         """Numbers that change all the time are inputs, unless the step can't take them as such."""
@@ -185,6 +188,14 @@ class Maker:
         if self._request.budget is not None:
             return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
         return persistent + int(FREE * devices.of(device).free_bytes())
+
+    def situation(self, fit: Fit) -> Situation:
+        """A step and its plan, to ask what else could be done."""
+        graph = fit.runner.captured.graph
+        away = self._request.places.away(graph.device, lasting=self._manner.lasting)
+        chosen = Choice(graph, fit.costs, fit.plan, fit.eager_peak)
+        leave = Leave(self._request.allowed)  # techniques that need the step at other sizes are not looked for again
+        return Situation(fit.seen, chosen, self._price, fit.plan.budget, leave=leave, away=away)
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":

@@ -159,16 +159,17 @@ def _peak_op(graph: Graph, program: Program, at: int) -> PeakOp:
 
 def _alive(graph: Graph, costs: Costs, program: Program, simulation: Simulation, peak_op: PeakOp) -> Iterator[_Item]:
     """All that is in use at the peak."""
-    memory = next(state for number, state in enumerate(memory_states(graph, costs, program)) if number == simulation.at)
+    at = simulation.at
+    memory = next(state for number, state in enumerate(memory_states(graph, costs, program)) if number == at)
     homes = _homes(graph)
-    for value in lifetimes(graph, program, costs.nbytes, costs.arena_temporaries).at(simulation.at):
+    for value in lifetimes(graph, program, costs.nbytes, costs.arena_temporaries).at(at):
         item = graph.values[value]
         module, source = homes[item.storage]
         name = item.name.removeprefix(f"{module}.") if module else item.name
         yield _Item(CATEGORIES[item.kind], costs.nbytes[value], name, module, source, item.dtype, item.shape)
     yield _Item(TEMPORARIES, memory.temporaries, f"inside {peak_op.op}", peak_op.module, peak_op.source)
     yield _Item(STATES, memory.states, STATES)
-    yield _Item(GAPS, simulation.peak - simulation.live[simulation.at], GAPS)
+    yield _Item(GAPS, simulation.peak - simulation.live[at], GAPS)
 
 
 def _homes(graph: Graph) -> dict[int, tuple[str, str]]:

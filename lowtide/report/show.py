@@ -9,6 +9,7 @@ from textwrap import fill
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from lowtide.costs import Costs
 from lowtide.report.bytes import bar, show_bytes, show_difference, show_seconds, show_share
 from lowtide.report.modules import lines
 from lowtide.report.plot import plot
@@ -29,6 +30,11 @@ class Heading:
     optimizer: str
     costs: str  # where they come from, in a line
     capture_seconds: float | None = None  # None: not shown
+
+
+def describe_costs(costs: Costs) -> str:
+    """Where costs come from, in a line."""
+    return f"costs: {'measured on' if costs.origin == 'measured' else 'roofline of'} {costs.machine}"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,12 @@ def libraries() -> None:
         importlib.import_module(f"lowtide.plan.{name}").library()
 
 
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine commands say in lines what takes long; tests that look at what is said are not about that."""
+    monkeypatch.setattr("lowtide.cli.talk.SILENCE", 1e6)
+
+
 @pytest.fixture(scope="session")
 def stocked(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the compiled libraries, and with what this session measures; none of it is older."""

@@ -12,6 +12,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing them")
 
 
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine commands say in lines what takes long; that is no part of what is compared."""
+    monkeypatch.setattr("lowtide.cli.talk.SILENCE", 1e6)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with the golden file of this name."""

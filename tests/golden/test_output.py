@@ -1,6 +1,7 @@
 """What the command line prints, in full."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def run(*arguments: str) -> str:
     "command",
     [
         *("", "profile", "plan", "curve", "batch", "train", "verify", "models"),
+        *("report", "diff", "timeline", "pebble", "doctor"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan", "bench batch", "bench offload"),
         *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
         "bench low-memory",
@@ -40,6 +42,24 @@ def test_help(golden: Golden, command: str) -> None:
 def test_models(golden: Golden) -> None:
     pytest.importorskip("transformers")
     golden("models", run("models", "--quick"))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("pebble-chain", ["pebble", "chain:length=4", "--pebbles", "3"]),
+        ("pebble-tree", ["pebble", "tree:height=2", "--one-shot"]),
+    ],
+)
+def test_pebbles(golden: Golden, name: str, call: list[str]) -> None:
+    golden(name, run(*call))
+
+
+def test_pebbles_by_hand(golden: Golden) -> None:
+    moves = "1\n2\n5\n3\n-3\n3\n-2\n4\n-1\n4\n7\n5\n"
+    call = ["pebble", "caterpillar:length=2", "--play"]
+    result = CliRunner().invoke(app, call, input=moves, env=PLAIN, prog_name="lowtide")
+    golden("pebble-by-hand", result.output)
 
 
 def test_wrong_calls(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +84,16 @@ def test_wrong_calls(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
         ["train", "mlp", "--eager", "--offload", "disk"],
         ["train", "mlp", "--budget", "50%", "--offload-dir", "."],
         ["curve", "mlp", "--offload-budget", "1GiB"],
+        ["report", "mlp"],
+        ["report", "mlp", "--out", "nowhere/report.html"],
+        ["report", "mlp", "--out", "step.py"],
+        ["timeline", "mlp"],
+        ["pebble", "chain:width=3"],
+        ["pebble", "chain:length=40"],
+        ["pebble", "tree", "--pebbles", "few"],
+        ["pebble", "tree", "--pebbles", "4"],
+        ["diff", "models.txt", "step.py"],
+        ["diff", "mlp@much", "mlp"],
     ]
     golden("wrong-calls", "\n".join(run(*call) for call in calls))
 
@@ -93,6 +123,6 @@ def test_profile_in_a_process_of_its_own(golden: Golden) -> None:
 def compare_profile(golden: Golden, name: str, columns: int, shown: str, talked: str) -> None:
     """What was shown is as wide as the terminal at most, and in the golden file; and nothing was said beside it."""
     assert "\x1b" not in shown
-    assert talked == ""
+    assert all(re.search(r"\.\.\.$|: [\d.]+ s$", line) for line in talked.splitlines())  # of what took long
     assert all(len(line) <= columns and line == line.rstrip() for line in shown.splitlines())
     golden(name, shown)

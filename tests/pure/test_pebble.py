@@ -7,8 +7,9 @@ from brute import least_peak_of_orders
 from graphs import Costed, costed, make_costed
 from hypothesis import given, settings
 
-from lowtide.bench.games import binary_tree, caterpillar
 from lowtide.check import check
+from lowtide.game import binary_tree
+from lowtide.game import caterpillar_needs as caterpillar
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import least_peak
 from lowtide.plan.order import captured_order
