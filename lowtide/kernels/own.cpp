@@ -2,21 +2,13 @@
 // that several independent sums run side by side, that vectors are used where the order allows it, and that nothing is
 // done that the result does not depend on.
 
-#include <dlfcn.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-#define INLINE inline __attribute__((always_inline))
+#include "processors.hpp"
 
 namespace {
 
@@ -241,33 +233,6 @@ void max_pool(const Pool& pool, int64_t number) {
     for (int64_t from = 0; from < pool.out_width; from += kAtATime) {
       pool_row(pool, number, line, from, std::min(from + kAtATime, pool.out_width));
     }
-  }
-}
-
-// ------------------------------------------------------------------------------------------------------------- threads
-
-// torch's own threads: a second runtime beside them would fight for the same cores.
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-
-// Each thread takes the next piece of work as long as there is one.
-template <typename Work>
-void share(int64_t count, int64_t threads, const Work& work) {
-  struct Shared {
-    const Work& work;
-    int64_t count;
-    std::atomic<int64_t> next;
-  } shared{work, count, 0};
-  const auto take = [](void* data) {
-    Shared& all = *static_cast<Shared*>(data);
-    for (int64_t piece; (piece = all.next.fetch_add(1, std::memory_order_relaxed)) < all.count;) {
-      all.work(piece);
-    }
-  };
-  if (parallel != nullptr && std::min(threads, count) > 1) {
-    parallel(take, &shared, static_cast<unsigned>(std::min(threads, count)), 0);
-  } else {
-    take(&shared);
   }
 }
 
