@@ -19,6 +19,9 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrite.state8 import state8
+from lowtide.rewrite.updates import fused
+from lowtide.rewrite.weights16 import weights16
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
 __all__ = [
@@ -62,12 +65,15 @@ class Pass:
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("weights16", "lossy", weights16),
+    Pass("state8", "lossy", state8),
+    Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
     Pass("homes", "bitwise", moved_out),
 )
-EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "sizes", "narrow"))  # what is always done
+EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "updates", "sizes", "narrow"))  # what is always done
 
 
 @dataclass(frozen=True)

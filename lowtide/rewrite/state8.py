@@ -1,0 +1,57 @@
+"""Optimizer state with 8 bits an element and a scale for each block of 256, rounded by chance after each update.
+
+Codes are the square root of an element's part of the largest in its block, with a sign, or the fourth root where the
+update takes roots of the state and divides by them, as of second moments: there what is not zero never becomes zero.
+What differs: an element is off by less than the distance of two codes, and by nothing on average.
+"""
+
+from __future__ import annotations
+
+from lowtide.errors import UsageError
+from lowtide.forms import UNPACK
+from lowtide.graph import Graph
+from lowtide.rewrite.parts import Layout, candidates, in_parts, with_values
+from lowtide.rewrites import Setting
+
+ROOTS = ("aten.sqrt.default", "aten.sqrt_.default", "aten.rsqrt.default")
+THROUGH = ("add", "div", "mul", "maximum", "addcmul")  # what lies between a second moment and its root
+
+
+def state8(graph: Graph, setting: Setting) -> Graph:
+    """The graph whose optimizer state is stored with 8 bits an element."""
+    if setting is not None:
+        raise UsageError(f"state8 has no setting {setting!r}.", hint="write state8 alone.")
+    chosen = [(item, Layout(_dtype(graph, item.value))) for item in candidates(graph, "state")]
+    divided = in_parts(graph, chosen) if chosen else graph
+    dense = {op.args[0].value: op.outputs[0] for op in divided.ops if op.target == UNPACK}  # type: ignore[union-attr]
+    values = {divided.values[value].name: made for value, made in dense.items()}
+
+    def dtype(value: object, path: object) -> str:
+        made = values.get(value.name)  # type: ignore[attr-defined]
+        return "int8" if made is None else _dtype(divided, made)
+
+    return with_values(divided, dtype, "state")
+
+
+def _dtype(graph: Graph, value: int) -> str:
+    """How a state is stored: whether the update takes its root says it."""
+    storage, seen, left = graph.values[value].storage, set[int](), [value]
+    while left:
+        content = left.pop()
+        if content in seen:
+            continue
+        seen.add(content)
+        for reader in graph.readers[content]:
+            op = graph.ops[reader]
+            if op.target in ROOTS:
+                return "uint8"
+            if any(word in op.target for word in THROUGH):
+                made = [new for new in op.makes if new < len(graph.values)]
+                left += [new for new in made if graph.values[new].storage == storage or _only(graph, op, content)]
+    return "int8"
+
+
+def _only(graph: Graph, op: object, content: int) -> bool:
+    """Whether the call reads this one tensor, beside numbers."""
+    tensors = [value for value in op.reads if graph.values[value].kind != "scalar"]  # type: ignore[attr-defined]
+    return tensors == [content]

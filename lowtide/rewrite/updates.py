@@ -1,0 +1,392 @@
+"""Updates of tensors in parts, a block at a time: what an optimizer does to each element becomes one op.
+
+The floats of a weight, of its state and of all that lies between would be temporaries of the weight's size. Where every
+call of an update works on each element alone, they become lines of a short program, which `lowtide.update` runs on
+registers of a block. Other updates stay as they are, with whole temporaries.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from lowtide.forms import PACK, UNPACK, UPDATE
+from lowtide.graph import Arg, Graph, Op, Read, Value
+from lowtide.kernels.forms import REGISTERS
+from lowtide.kernels.forms_plain import INSTRUCTIONS
+from lowtide.kernels.shapes import Shapes
+from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.parts import order_of
+
+Number = Arg  # a number, or a read of one that is known when the step runs
+
+
+class _Unknown(Exception):
+    """A call that has no lines of its own."""
+
+
+def fused(graph: Graph) -> Graph:
+    """The graph whose updates of tensors in parts are one op each, as far as they can be."""
+    if not any(op.target == PACK for op in graph.ops):
+        return graph
+    editor, shapes = Editor(graph), Shapes(graph.values, graph.views)
+    for members in _components(graph, shapes):
+        try:
+            update = _Region(graph, shapes, members).update()
+        except _Unknown:
+            continue
+        for index in update.replaced:
+            editor.take_out(index)
+        editor.put(members[-1], 0, members[-1], update.op)
+    return _without_unread(editor).reordered()
+
+
+def _components(graph: Graph, shapes: Shapes) -> list[list[int]]:
+    """Ops that work on each element of tensors of one size, and share some; with at least one that packs."""
+    group: dict[int, int] = {}  # value -> the first op that has it
+    leader = list(range(len(graph.ops)))
+
+    def lead(op: int) -> int:
+        while leader[op] != op:
+            op = leader[op]
+        return op
+
+    members = [index for index in graph.ordinary if graph.ops[index].target == PACK or _known(graph, shapes, index)]
+    for index in members:
+        op = graph.ops[index]
+        tensors = [op.args[4].value] if op.target == PACK and isinstance(op.args[4], Read) else _tensors(graph, op)
+        for value in tensors:
+            leader[lead(index)] = lead(group.setdefault(value, index))
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for index in members:
+        found[lead(index)].append(index)
+    return [some for some in found.values() if any(graph.ops[index].target == PACK for index in some)]
+
+
+def _tensors(graph: Graph, op: Op) -> list[int]:
+    return [value for value in (*op.reads, *op.makes) if graph.values[value].kind != "scalar"]
+
+
+def _known(graph: Graph, shapes: Shapes, index: int) -> bool:
+    """Whether a call of an update works on each element alone, on tensors of one size."""
+    op = graph.ops[index]
+    if op.phase != "update" or op.target not in _LINES or op.channels:
+        return False
+    seen = [shapes.tensor(read) for read in op.arguments() if shapes.is_tensor(read)]
+    made = [graph.values[value] for value in op.makes]
+    sizes = {tuple(tensor.shape) for tensor in seen} | {value.shape for value in made}
+    floats = all(str(tensor.dtype) == "torch.float32" for tensor in seen) and all(v.dtype == "float32" for v in made)
+    return len(sizes) == 1 and floats and () not in sizes
+
+
+@dataclass
+class _Fused:
+    """An update that stands for others."""
+
+    op: Op
+    replaced: list[int]
+
+
+@dataclass
+class _Operand:
+    """A tensor that is stored: its parts or, where it is plain, itself."""
+
+    values: int
+    others: list[int] = field(default_factory=list)
+    kind: int = 0
+    updates: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Region:
+    """Ops that become one: the program, and what it is given."""
+
+    def __init__(self, graph: Graph, shapes: Shapes, members: list[int]) -> None:
+        self.graph, self.shapes, self.members = graph, shapes, members
+        self.inside = set(members)
+        self.packs = [graph.ops[index] for index in members if graph.ops[index].target == PACK]
+        self.ops = [index for index in members if graph.ops[index].target != PACK]
+        self.code: list[int] = []
+        self.numbers: list[Number] = []
+        self.stored: list[_Operand] = []
+        self.seen: list[Read] = []
+        self.register: dict[int | Read, int] = {}  # value, or read from outside -> where it is now
+        self.free = list(range(REGISTERS))[::-1]
+        self.last: dict[int, int] = {}
+        self.whole = self._whole()
+
+    def _whole(self) -> Value:
+        """What all tensors of the region are like."""
+        dense = self.packs[0].args[4]
+        assert isinstance(dense, Read)
+        return self.graph.values[dense.value]
+
+    def update(self) -> _Fused:
+        """The one op."""
+        finals = self._finals()
+        for place, index in enumerate(self.ops):
+            for value in self.graph.reads[index]:
+                self.last[value] = place
+        for value in finals:
+            self.last[value] = len(self.ops)
+        for place, index in enumerate(self.ops):
+            _LINES[self.graph.ops[index].target](self, self.graph.ops[index])
+            self._let_go(place)
+        for value, operand in finals.items():
+            number = self._operand(operand)
+            self._line("store", number, self._at(Read(value)))
+        masks = {pack.args[2] for pack in self.packs}
+        if len(masks) > 1 or (masks != {None} and any(not self._has_parts(item) for item in self.stored)):
+            raise _Unknown
+        first = self.graph.ops[self.members[-1]]
+        op = Op(
+            name=f"update_{self.packs[0].name.removeprefix('pack_')}",
+            target=UPDATE,
+            args=(
+                tuple(Read(item.values) for item in self.stored),
+                tuple(Read(part) for item in self.stored for part in item.others),
+                tuple(item.kind for item in self.stored),
+                masks.pop(),
+                tuple(self.seen),
+                self.whole.shape,
+                order_of(self.whole),
+                tuple(self.numbers),
+                tuple(self.code),
+            ),
+            updates=tuple(pair for item in self.stored for pair in item.updates),
+            phase=first.phase,
+            module=first.module,
+            source=first.source,
+        )
+        return _Fused(op, self.members)
+
+    def _has_parts(self, operand: _Operand) -> bool:
+        return any(pack.args[0] == Read(operand.values) for pack in self.packs)
+
+    def _finals(self) -> dict[int, _Operand]:
+        """What must be stored in the end; raise where something else is seen outside."""
+        graph, found = self.graph, dict[int, _Operand]()
+        for pack in self.packs:
+            assert isinstance(pack.args[4], Read)
+            found[pack.args[4].value] = self._parts(pack.args, pack.updates)
+        for index in self.ops:
+            op = graph.ops[index]
+            for value in op.makes:
+                outside = [reader for reader in graph.readers[value] if reader not in self.inside]
+                later = [new for reader in graph.readers[value] for new, old in graph.ops[reader].updates if old == value]
+                if graph.values[value].storage in graph.lasting_storages and not later:
+                    if outside and min(outside) < self.members[-1]:
+                        raise _Unknown
+                    found[value] = self._plain(value)
+                elif outside or value in graph.required:
+                    raise _Unknown
+            for _, old in op.updates:
+                if graph.maker[old] not in self.inside and not self._may_write(old):
+                    raise _Unknown
+        return found
+
+    def _may_write(self, value: int) -> bool:
+        """Whether a value that comes from outside may be written to: it is loaded, and stored in the end."""
+        maker = self.graph.maker[value]
+        if maker < 0:
+            return True
+        return self.graph.ops[maker].target == UNPACK
+
+    def _parts(self, args: tuple[Arg, ...], updates: Iterable[tuple[int, int]]) -> _Operand:
+        values, scales, _, counter, *_ = args
+        assert isinstance(values, Read)
+        others = [part.value for part in (scales, counter) if isinstance(part, Read)]
+        kind = (scales is not None) + 2 * (counter is not None)
+        return _Operand(values.value, others, kind, list(updates))
+
+    def _plain(self, final: int) -> _Operand:
+        """A float tensor of the caller's that is written to, from its first content on."""
+        storage = self.graph.values[final].storage
+        first = next(item.value for item in self.graph.inputs if self.graph.values[item.value].storage == storage)
+        value = self.graph.values[first]
+        contiguous = order_of(value) == tuple(range(len(value.shape))) == order_of(self.whole)
+        if not contiguous or value.form != "plain":
+            raise _Unknown
+        return _Operand(first, updates=[(final, first)])
+
+    def _operand(self, wanted: _Operand) -> int:
+        for number, item in enumerate(self.stored):
+            if item.values == wanted.values:
+                self.stored[number].updates = wanted.updates or item.updates
+                self.stored[number].others, self.stored[number].kind = wanted.others, wanted.kind
+                return number
+        self.stored.append(replace(wanted))
+        return len(self.stored) - 1
+
+    # What the lines of calls are made with.
+
+    def _line(self, name: str, to: int, a: int = 0, b: int = 0, number: Number = None) -> None:
+        which = INSTRUCTIONS.index(name)
+        self.code += [which, to, a, b, 0 if number is None else self._number(number)]
+
+    def _number(self, number: Number) -> int:
+        if isinstance(number, bool) or not isinstance(number, int | float | Read):
+            raise _Unknown
+        number = float(number) if isinstance(number, int) else number
+        if number not in self.numbers:
+            self.numbers.append(number)
+        return self.numbers.index(number)
+
+    def take(self) -> int:
+        """A register that nobody uses."""
+        if not self.free:
+            raise _Unknown
+        return self.free.pop()
+
+    def give_back(self, register: int) -> None:
+        """Let others use it."""
+        self.free.append(register)
+
+    def _at(self, read: Read) -> int:
+        """Where a tensor is: in a register, loaded if it comes from outside."""
+        value = read.value
+        if self.graph.maker[value] in self.inside:
+            if read.view is not None or value not in self.register:
+                raise _Unknown
+            return self.register[value]
+        key: int | Read = value if read.view is None else read
+        if key not in self.register:
+            self.register[key] = self.take()
+            maker = self.graph.maker[value]
+            lasting = maker < 0 and read.view is None and self._is_written(value)
+            if maker >= 0 and self.graph.ops[maker].target == UNPACK and read.view is None:
+                self._line("load", self.register[key], self._operand(self._of_unpack(self.graph.ops[maker])))
+            elif lasting:
+                self._line("load", self.register[key], self._operand(_Operand(value)))
+            else:
+                if read not in self.seen:
+                    self.seen.append(read)
+                self._line("see", self.register[key], self.seen.index(read))
+        return self.register[key]
+
+    def _is_written(self, value: int) -> bool:
+        return any(old == value for index in self.ops for _, old in self.graph.ops[index].updates)
+
+    def _of_unpack(self, op: Op) -> _Operand:
+        """The parts that an op unpacks: those of a pack of the region, or what is only read."""
+        for pack in self.packs:
+            if pack.args[:3] == op.args[:3]:
+                return self._parts(pack.args, pack.updates)
+        raise _Unknown
+
+    def _let_go(self, place: int) -> None:
+        """Give back the registers of what is not read any more."""
+        for key in list(self.register):
+            value = key.value if isinstance(key, Read) else key
+            if self.last.get(value, -1) <= place:
+                self.give_back(self.register.pop(key))
+
+    def result(self, op: Op) -> int:
+        """The register of the one tensor that a call makes; over what it writes to, where it does."""
+        (made,) = op.makes
+        if op.updates:
+            old = op.updates[0][1]
+            at = self._at(Read(old))
+            if self.last.get(old, -1) > self.ops.index(self.graph.ops.index(op)):
+                raise _Unknown  # somebody still needs the old one
+            self.register.pop(old)
+            self.register[made] = at
+        else:
+            self.register[made] = self.take()
+        return self.register[made]
+
+    def tensor(self, arg: Arg) -> int | None:
+        """The register of an argument that is a tensor; None: it is a number."""
+        if isinstance(arg, Read) and self.shapes.is_tensor(arg):
+            return self._at(arg)
+        return None
+
+    def calculate(self, name: str, op: Op, a: Arg, b: Arg = None, number: Number = None) -> None:
+        """One line for a call: its result from one or two tensors, and a number."""
+        first, second = self.tensor(a), 0 if b is None else self.tensor(b)
+        if first is None or second is None:
+            raise _Unknown
+        self._line(name, self.result(op), first, second, number)
+
+
+# Which lines stand for which calls.
+
+
+def _scaled(name: str) -> Callable[[_Region, Op], None]:
+    def lines(region: _Region, op: Op) -> None:
+        alpha = dict(op.kwargs).get("alpha", 1)
+        if region.tensor(op.args[1]) is not None:
+            region.calculate(name, op, op.args[0], op.args[1], alpha)
+        elif name == "add" and alpha == 1:
+            region.calculate("add number", op, op.args[0], number=op.args[1])
+        else:
+            raise _Unknown
+
+    return lines
+
+
+def _product(name: str) -> Callable[[_Region, Op], None]:
+    def lines(region: _Region, op: Op) -> None:
+        if op.kwargs or len(op.args) != 2:
+            raise _Unknown
+        if region.tensor(op.args[1]) is not None:
+            region.calculate(name, op, op.args[0], op.args[1])
+        else:
+            region.calculate(f"{name} number", op, op.args[0], number=op.args[1])
+
+    return lines
+
+
+def _plus(name: str) -> Callable[[_Region, Op], None]:
+    """To add a product or a quotient, times a number."""
+
+    def lines(region: _Region, op: Op) -> None:
+        value = dict(op.kwargs).get("value", 1)
+        one, other, to = (region.tensor(arg) for arg in (op.args[1], op.args[2], op.args[0]))
+        if one is None or other is None or to is None:
+            raise _Unknown
+        scratch = region.take()
+        region._line(name, scratch, one, other)
+        region._line("add", region.result(op), to, scratch, value)
+        region.give_back(scratch)
+
+    return lines
+
+
+def _one(name: str) -> Callable[[_Region, Op], None]:
+    def lines(region: _Region, op: Op) -> None:
+        if len(op.args) != 1:
+            raise _Unknown
+        region.calculate(name, op, op.args[0])
+
+    return lines
+
+
+def _two(name: str) -> Callable[[_Region, Op], None]:
+    return lambda region, op: region.calculate(name, op, op.args[0], op.args[1])
+
+
+_LINES: dict[str, Callable[[_Region, Op], None]] = {
+    "aten.lerp.Scalar": lambda region, op: region.calculate("lerp", op, op.args[0], op.args[1], op.args[2]),
+    "aten.maximum.default": _two("maximum"),
+    "aten.minimum.default": _two("minimum"),
+    "aten.maximum.out": _two("maximum"),
+    "aten.minimum.out": _two("minimum"),
+}
+_LINES |= {f"aten.{name}.Tensor": _scaled(line) for name, line in (("add", "add"), ("sub", "subtract"))}
+_LINES |= {f"aten.{name}.Tensor": _product(line) for name, line in (("mul", "multiply"), ("div", "divide"))}
+_LINES |= {f"aten.{name}.default": _plus(line) for name, line in (("addcmul", "multiply"), ("addcdiv", "divide"))}
+_LINES |= {
+    f"aten.{name}.default": _one(line)
+    for name, line in (("sqrt", "root"), ("neg", "negate"), ("abs", "absolute"), ("sign", "sign"), ("clone", "copy"))
+}
+_LINES |= {f"{target.rpartition('.')[0]}_.{target.rpartition('.')[2]}": lines for target, lines in _LINES.items()}
+
+
+def _without_unread(editor: Editor) -> Editor:
+    """Take out what unpacks for nobody any more."""
+    read = {value for item in editor.placed.values() for value in item.op.reads} | {one.value for one in editor.outputs}
+    for index, item in list(editor.placed.items()):
+        if item.op.target == UNPACK and not read.intersection(item.op.makes):
+            editor.take_out(index)
+    return editor
