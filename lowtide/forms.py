@@ -40,6 +40,31 @@ def is_part(graph: Graph, item: Input) -> bool:
     return graph.values[item.value].form in OPAQUE and item.path[-1] in PARTS
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the elements of a tensor are stored."""
+
+    dtype: str  # of the values
+    count: int | None = None  # of elements that are stored, where a mask says which; None: all
+    scaled: bool = False  # a scale for each block
+    counted: bool = False  # a counter, for what is rounded by chance
+    channel: int | None = None  # of bytes: the dimension with steps and zeros of its own; -1: one for all
+
+
+def layout_of(graph: Graph, whole: Whole) -> Layout:
+    """How a graph wants an input in parts."""
+    values = graph.values[whole.values[VALUES]]
+    readers = [op for op in graph.ops if any(read.value == whole.values[VALUES] for read in op.arguments())]
+    channels = [op.args[-1] for op in readers if op.target == FROM_BYTES]
+    return Layout(
+        values.dtype,
+        values.shape[0] if values.form == "sparse" else None,
+        SCALES in whole.values,
+        COUNTER in whole.values,
+        int(channels[0]) if channels else None,  # type: ignore[arg-type]
+    )
+
+
 @cache
 def wholes(graph: Graph) -> tuple[Whole, ...]:
     """The inputs that are there in parts."""

@@ -66,6 +66,9 @@ try:
     without_dispatch = torch._C._DisableTorchDispatch
     # A stand-in takes the place of a parameter in the caller's own object, and gives it back.
     swap_tensor_impl = torch._C._swap_tensor_impl
+    # A tensor that stands for others, without memory of its own; its calls come to us below autograd only.
+    wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    without_torch_function = torch._C._disabled_torch_function_impl
     # The node of autograd whose backward runs now, or None: tells backward from forward.
     current_node = torch._C._current_autograd_node
     # Autograd's engine: torch.autograd.grad would check every root again at each cell of a scan.
