@@ -19,6 +19,7 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrite.sparse import DENSITY, sparse
 from lowtide.rewrite.state8 import state8
 from lowtide.rewrite.updates import fused
 from lowtide.rewrite.weights16 import weights16
@@ -65,6 +66,7 @@ class Pass:
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
     Pass("weights16", "lossy", weights16),
     Pass("state8", "lossy", state8),
     Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already

@@ -58,14 +58,14 @@ def order_of(value: Value) -> tuple[int, ...]:
     return tuple(sorted(range(len(value.shape)), key=lambda place: (-value.stride[place], -value.shape[place], place)))
 
 
-def with_values(graph: Graph, dtype: Callable[[Value, tuple[str | int, ...]], str | None], kind: str) -> Graph:
-    """The graph whose inputs in parts have their values in other dtypes, with a counter for chance."""
+def with_values(graph: Graph, kind: str, dtype: Callable[[int], str]) -> Graph:
+    """The graph whose inputs in parts have their values in other dtypes, as is said of the floats that they make."""
     editor = Editor(graph)
+    floats = {op.args[0]: op.makes[0] for op in graph.ops if op.target == UNPACK}
     for whole in wholes(graph):
-        item = graph.values[whole.values[VALUES]]
-        wanted = dtype(item, whole.path) if whole.kind == kind and item.dtype == "float32" else None
-        if wanted is not None:
-            _narrow(editor, whole.values[VALUES], whole.path, wanted, math.prod(item.shape))
+        values = whole.values[VALUES]
+        if whole.kind == kind and graph.values[values].dtype == "float32" and Read(values) in floats:
+            _narrow(editor, values, whole.path, dtype(floats[Read(values)]), math.prod(graph.values[values].shape))
     return editor.grown()
 
 

@@ -8,7 +8,6 @@ What differs: an element is off by less than the distance of two codes, and by n
 from __future__ import annotations
 
 from lowtide.errors import UsageError
-from lowtide.forms import UNPACK
 from lowtide.graph import Graph
 from lowtide.rewrite.parts import Layout, candidates, in_parts, with_values
 from lowtide.rewrites import Setting
@@ -23,14 +22,7 @@ def state8(graph: Graph, setting: Setting) -> Graph:
         raise UsageError(f"state8 has no setting {setting!r}.", hint="write state8 alone.")
     chosen = [(item, Layout(_dtype(graph, item.value))) for item in candidates(graph, "state")]
     divided = in_parts(graph, chosen) if chosen else graph
-    dense = {op.args[0].value: op.outputs[0] for op in divided.ops if op.target == UNPACK}  # type: ignore[union-attr]
-    values = {divided.values[value].name: made for value, made in dense.items()}
-
-    def dtype(value: object, path: object) -> str:
-        made = values.get(value.name)  # type: ignore[attr-defined]
-        return "int8" if made is None else _dtype(divided, made)
-
-    return with_values(divided, dtype, "state")
+    return with_values(divided, "state", lambda value: _dtype(divided, value))
 
 
 def _dtype(graph: Graph, value: int) -> str:
@@ -41,17 +33,10 @@ def _dtype(graph: Graph, value: int) -> str:
         if content in seen:
             continue
         seen.add(content)
-        for reader in graph.readers[content]:
-            op = graph.ops[reader]
+        for op in (graph.ops[reader] for reader in graph.readers[content]):
             if op.target in ROOTS:
                 return "uint8"
+            tensors = [read for read in op.reads if graph.values[read].kind != "scalar"]
             if any(word in op.target for word in THROUGH):
-                made = [new for new in op.makes if new < len(graph.values)]
-                left += [new for new in made if graph.values[new].storage == storage or _only(graph, op, content)]
+                left += [new for new in op.makes if graph.values[new].storage == storage or tensors == [content]]
     return "int8"
-
-
-def _only(graph: Graph, op: object, content: int) -> bool:
-    """Whether the call reads this one tensor, beside numbers."""
-    tensors = [value for value in op.reads if graph.values[value].kind != "scalar"]  # type: ignore[attr-defined]
-    return tensors == [content]

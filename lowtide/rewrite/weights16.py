@@ -19,6 +19,6 @@ def weights16(graph: Graph, setting: Setting) -> Graph:
     dtype = DTYPES[0] if setting is None else str(setting)
     if dtype not in DTYPES:
         raise UsageError(f"weights16 has no setting {setting!r}.", hint=f"there are {', '.join(DTYPES)}.")
-    narrowed = with_values(graph, lambda value, path: dtype, "parameter")
+    narrowed = with_values(graph, "parameter", lambda _: dtype)
     chosen = candidates(narrowed, "parameter")
     return in_parts(narrowed, [(item, Layout(dtype)) for item in chosen]) if chosen else narrowed
