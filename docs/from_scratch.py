@@ -277,12 +277,12 @@ def train(run):
 
 # Now all of it together: for each budget plan, judge, run three steps, and compare with eager PyTorch.
 graph, (expected, eager) = record(step, *start()), train(step)
-stays = sum(graph.nbytes[value] for value in graph.inputs)
-own, seconds = eager - stays, sum(op.seconds for op in graph.ops)
-print(f"In eager PyTorch a step of {len(graph.ops)} ops adds {own / 1e6:.2f} MB to {stays / 1e6:.2f} MB that stay.")
+persistent = sum(graph.nbytes[value] for value in graph.inputs)
+own, seconds = eager - persistent, sum(op.seconds for op in graph.ops)
+print(f"In eager PyTorch a step of {len(graph.ops)} ops adds {own / 1e6:.2f} MB to {persistent / 1e6:.2f} MB.")
 print("\nbudget  predicted    metered  run again  more work  same bits  memory over the step")
 for percent in (100, 75, 50, 35, 25, 5):
-    budget = stays + own * percent // 100
+    budget = persistent + own * percent // 100
     if (schedule := plan(graph, budget)) is None:
         most = max(sum(graph.nbytes[value] for value in (op.reads - op.gone) | op.makes) for op in graph.ops)
         print(f"{percent:5}%  no plan: {budget / 1e6:.2f} MB, but one op alone touches {most / 1e6:.2f} MB")
@@ -294,7 +294,7 @@ for percent in (100, 75, 50, 35, 25, 5):
     assert all(map(torch.equal, expected, found)), "the numbers are not those of eager PyTorch"
     again, more = len(schedule) - len(graph.ops), sum(graph.ops[n].seconds for n in schedule) / seconds - 1
     tops = [max(curve[at * len(curve) // 36 : (at + 1) * len(curve) // 36]) for at in range(36)]
-    plot = "".join(" ▁▂▃▄▅▆▇█"[-(-8 * (top - stays) // own)] for top in tops)
+    plot = "".join(" ▁▂▃▄▅▆▇█"[-(-8 * (top - persistent) // own)] for top in tops)
     print(f"{percent:5}% {peak / 1e6:7.2f} MB {metered / 1e6:7.2f} MB  {again:9}  {more:9.1%}        yes  {plot}")
 print("\nA layer's dropout, made again at the last of these budgets:\n")
 print("\n".join(lines[next(n for n, line in enumerate(lines) if "fork_rng" in line) - 1 :][:5]))

@@ -288,8 +288,10 @@ def _between(one: Costs, other: Costs, part: float) -> Costs:
     return replace(
         other,
         seconds=tuple(max(line(a, b), 0.5 * min(a, b)) for a, b in seconds),
-        extra=bytes_(one.extra, other.extra),
-        inside=bytes_(one.inside, other.inside) if one.inside and other.inside else (),
+        arena_temporaries=bytes_(one.arena_temporaries, other.arena_temporaries),
+        heap_temporaries=bytes_(one.heap_temporaries, other.heap_temporaries)
+        if one.heap_temporaries and other.heap_temporaries
+        else (),
         nbytes=bytes_(one.nbytes, other.nbytes),
         in_place=tuple(
             tuple(pair for pair in a if pair in b) for a, b in zip(one.in_place, other.in_place, strict=True)

@@ -1,4 +1,4 @@
-"""A budget as people write it: bytes, a number with a unit, or a part of what eager's step adds to what stays."""
+"""A budget as people write it: bytes, a number with a unit, or a part of what eager's step adds to what persists."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # files 
 FORM = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
 
-def read_budget(budget: int | str, *, stays: int, eager_peak: int) -> int:
-    """The bytes of a budget; a percentage is `stays` plus that part of what eager's step adds to it."""
+def read_budget(budget: int | str, *, persistent: int, eager_peak: int) -> int:
+    """The bytes of a budget; a percentage is `persistent` plus that part of what eager's step adds to it."""
     if isinstance(budget, int) and not isinstance(budget, bool):
         return _positive(budget, budget)
     found = FORM.fullmatch(budget) if isinstance(budget, str) and len(budget) <= LONGEST else None
@@ -40,7 +40,7 @@ def read_budget(budget: int | str, *, stays: int, eager_peak: int) -> int:
             f"{_shown(budget)} is no budget.", hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%)."
         )
     if found[2] == "%":
-        return _positive(stays + round(float(found[1]) / 100 * max(0, eager_peak - stays)), budget)
+        return _positive(persistent + round(float(found[1]) / 100 * max(0, eager_peak - persistent)), budget)
     return _positive(round(Fraction(found[1]) * UNITS[found[2].lower()]), budget)
 
 

@@ -71,7 +71,7 @@ class _Judge:
             if fingerprint != graph.fingerprint:
                 what = f"{noun} for {fingerprint[:12]}, but the graph is {graph.fingerprint[:12]}."
                 raise ProgramError("wrong graph", f"wrong graph: {what}")
-        sizes = (len(costs.nbytes), len(costs.extra), len(costs.in_place))
+        sizes = (len(costs.nbytes), len(costs.arena_temporaries), len(costs.in_place))
         if sizes != (len(graph.values), len(graph.ops), len(graph.ops)):
             raise ProgramError("wrong graph", f"wrong graph: costs of {sizes} values, ops and ops.")
         if program.arena < 0:
@@ -95,7 +95,7 @@ class _Judge:
     def run(self, run: Run) -> None:
         """Run an op: what it reads is there, what it makes is there afterwards."""
         graph, op, nbytes = self.graph, run.op, self.costs.nbytes
-        self.check_turn(op, run.again)
+        self.check_order(op, run.again)
         for value in graph.reads_of(op, again=run.again):
             self.check_readable(("device", value))
         makes = graph.makes_of(op, again=run.again)
@@ -109,7 +109,7 @@ class _Judge:
             self.put(passing[0], graph.generator_bytes, -1)
 
         blocks = [(("device", value), nbytes[value]) for value in makes]
-        if self.costs.extra[op] > 0:
+        if self.costs.arena_temporaries[op] > 0:
             placed = bool(run.at) and run.at[-1] >= 0
             blocks.append((("temporaries", op), self.costs.temporaries(op, placed=placed)))
         if len(run.at) != (len(blocks) if self.program.arena else 0):
@@ -138,7 +138,7 @@ class _Judge:
         if self.last_replay.get(op) == self.now:
             self.drop(("generator", op))
 
-    def check_turn(self, op: int, again: bool) -> None:
+    def check_order(self, op: int, again: bool) -> None:
         """Whether this op may run now, for the first time or again."""
         name, item = self.name_op(op), self.graph.ops[op]
         first = op not in self.has_run
@@ -224,8 +224,10 @@ class _Judge:
     def leave_home(self, storage: int) -> None:
         """Nothing is at home; one on the device that the step uses up is gone then, any other keeps its bytes."""
         self.homes[storage] = None
-        stays = any(item.stays and self.graph.values[item.value].storage == storage for item in self.graph.inputs)
-        if self.places[storage] == "device" and not stays:
+        persistent = any(
+            item.persistent and self.graph.values[item.value].storage == storage for item in self.graph.inputs
+        )
+        if self.places[storage] == "device" and not persistent:
             del self.homes[storage]
             self.drop(("home", storage))
 
@@ -289,9 +291,9 @@ class _Judge:
                 self.fail("never freed", f"{self.name(block)} is left over.", at=self.changed[block])
 
     def last_contents(self) -> set[int]:
-        """What the storage of each input that stays contains at the end."""
+        """What the storage of each persistent input contains at the end."""
         values = self.graph.values
-        last = {values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+        last = {values[item.value].storage: item.value for item in self.graph.inputs if item.persistent}
         for op in self.graph.ops:
             last.update((values[old].storage, new) for new, old in op.updates if values[old].storage in last)
         return set(last.values())

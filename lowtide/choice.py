@@ -80,7 +80,7 @@ class Offload:
         if self.budget is not None and str(self.budget).strip().endswith("%"):
             raise UsageError("offload_budget (--offload-budget) is in bytes.", hint='write "20GiB".')
         if self.budget is not None:
-            read_budget(self.budget, stays=1, eager_peak=1)
+            read_budget(self.budget, persistent=1, eager_peak=1)
         if self.folder is not None:
             choose_folder(self.folder)
 
@@ -102,7 +102,7 @@ class Offload:
         where = devices.of(device)
         devices.refuse_place(where, self.place)
         if self.budget is not None:
-            return Away(self.place, read_budget(self.budget, stays=0, eager_peak=0), lasting)
+            return Away(self.place, read_budget(self.budget, persistent=0, eager_peak=0), lasting)
         return Away(self.place, int(FREE * where.room[self.place](self.folder)), lasting)
 
 

@@ -34,32 +34,32 @@ class Costs:
 
     graph: str  # fingerprint
     seconds: tuple[float, ...]  # for each op, one run
-    extra: tuple[int, ...]  # for each op, bytes that its temporaries need in one piece, beside what it makes
+    arena_temporaries: tuple[int, ...]  # for each op, bytes that its temporaries need in one piece of the arena
     nbytes: tuple[int, ...]  # for each value, bytes really allocated
     in_place: tuple[tuple[tuple[int, int], ...], ...]  # for each op, pairs (made, read): made may sit on read's bytes
     origin: Origin
     machine: str  # processor, threads and library version, for people
-    inside: tuple[int, ...] = ()  # for each op, bytes of the heap inside it at its own peak; (): as in `extra`
+    heap_temporaries: tuple[int, ...] = ()  # for each op, bytes that they take in the heap at their peak; (): as many
     lanes: tuple[Lane, ...] = ()  # what copies between the device and other places cost; one for each, at most
     staging: int = 0  # bytes of the device that copies go through, beside what a program with copies holds
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
-    def stays(self, graph: Graph) -> int:
-        """The bytes that stay between steps: parameters, buffers, optimizer state, the batch."""
-        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays)
+    def persistent(self, graph: Graph) -> int:
+        """The bytes that persist between steps: parameters, buffers, optimizer state, the batch."""
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.persistent)
 
     def elsewhere(self, graph: Graph) -> int:
         """Those of them that are in another place than the device."""
-        return sum(self.nbytes[item.value] for item in graph.inputs if item.stays and item.home != "device")
+        return sum(self.nbytes[item.value] for item in graph.inputs if item.persistent and item.home != "device")
 
     def temporaries(self, op: int, *, placed: bool) -> int:
         """The bytes of an op's temporaries, in one piece of the arena or here and there in the heap."""
-        return self.extra[op] if placed or not self.inside else self.inside[op]
+        return self.arena_temporaries[op] if placed or not self.heap_temporaries else self.heap_temporaries[op]
 
     def fewest_temporaries(self, op: int) -> int:
-        """The bytes inside an op that no program can do without: in an arena or in the heap, whichever are fewer."""
+        """The bytes of an op's temporaries in an arena or in the heap, whichever are fewer."""
         return min(self.temporaries(op, placed=True), self.temporaries(op, placed=False))
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -67,8 +67,8 @@ class Costs:
         payload = {
             "graph": self.graph,
             "seconds": list(self.seconds),
-            "extra": list(self.extra),
-            "inside": list(self.inside),
+            "arena_temporaries": list(self.arena_temporaries),
+            "heap_temporaries": list(self.heap_temporaries),
             "nbytes": list(self.nbytes),
             "in_place": [[list(pair) for pair in pairs] for pairs in self.in_place],
             "origin": self.origin,
@@ -90,10 +90,8 @@ class Costs:
                 f"{path} holds the costs of graph {costs.graph[:12]}, not of this one, {graph.fingerprint[:12]}.",
                 hint="measure this graph.",
             )
-        inside = costs.inside or costs.extra
-        if {len(costs.seconds), len(costs.extra), len(inside), len(costs.in_place)} - {len(graph.ops)} or (
-            len(costs.nbytes) != len(graph.values)
-        ):
+        of_ops = (costs.seconds, costs.arena_temporaries, costs.heap_temporaries or costs.seconds, costs.in_place)
+        if {len(row) for row in of_ops} - {len(graph.ops)} or len(costs.nbytes) != len(graph.values):
             raise FileError(
                 f"{path} holds costs of {len(costs.seconds)} ops and {len(costs.nbytes)} values; "
                 f"the graph has {len(graph.ops)} and {len(graph.values)}.",
@@ -114,7 +112,8 @@ class Costs:
         total = sum(self.seconds)
         return (
             f"costs of graph {self.graph[:12]}, {self.origin} on {self.machine}: "
-            f"{len(self.seconds)} ops, {total:.4g} s in all, largest temporary {max(self.extra, default=0)} B"
+            f"{len(self.seconds)} ops, {total:.4g} s in all, "
+            f"largest temporary {max(self.arena_temporaries, default=0)} B"
         )
 
 
@@ -123,7 +122,7 @@ def declared(graph: Graph) -> Costs:
     return Costs(
         graph=graph.fingerprint,
         seconds=(1.0,) * len(graph.ops),
-        extra=(0,) * len(graph.ops),
+        arena_temporaries=(0,) * len(graph.ops),
         nbytes=tuple(value.nbytes for value in graph.values),
         in_place=((),) * len(graph.ops),
         origin="roofline",
@@ -162,8 +161,8 @@ COSTS = record(
     {
         "graph": text,
         "seconds": many(amount),
-        "extra": many(_number),
-        "inside": Absent(many(_number), ()),
+        "arena_temporaries": many(_number),
+        "heap_temporaries": Absent(many(_number), ()),
         "nbytes": many(_number),
         "in_place": many(many(_pair)),
         "origin": word(get_args(Origin)),

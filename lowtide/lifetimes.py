@@ -95,8 +95,8 @@ class _Open:
         return Block(holds, self.first, self.last, self.nbytes, self.offset, self.copied, self.dropped)
 
 
-def lifetimes(graph: Graph, program: Program, nbytes: Sequence[int], extra: Sequence[int] = ()) -> Lifetimes:
-    """The blocks of a valid program; `nbytes` is of each value, `extra` of the temporaries of each op.
+def lifetimes(graph: Graph, program: Program, nbytes: Sequence[int], temporaries: Sequence[int] = ()) -> Lifetimes:
+    """The blocks of a valid program; `nbytes` is of each value, `temporaries` of those of each op.
 
     Ops have temporaries where these are more than none, or where the program has an offset for them.
     """
@@ -138,9 +138,9 @@ def lifetimes(graph: Graph, program: Program, nbytes: Sequence[int], extra: Sequ
                     else:
                         holding[value] = new(value, now, nbytes[value], offset)
                         row.append(holding[value])
-                inside = extra[op] if extra else 0
-                if inside or len(at) > len(makes):
-                    row.append(new(None, now, inside, at[-1] if len(at) > len(makes) else OUTSIDE))
+                passing = temporaries[op] if temporaries else 0
+                if passing or len(at) > len(makes):
+                    row.append(new(None, now, passing, at[-1] if len(at) > len(makes) else OUTSIDE))
                 for number in row:
                     if blocks[number].dropped or not blocks[number].holds:
                         blocks[number].ends(now + 1)

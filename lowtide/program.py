@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """The extra time as a fraction of the step's seconds without recomputation."""
+        """The added time as a fraction of the step's seconds without recomputation."""
         return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:

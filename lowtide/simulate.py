@@ -36,16 +36,16 @@ class Simulation:
 
 
 @dataclass
-class Moment:
+class MemoryState:
     """The device during one instruction; the same object moves on from one to the next."""
 
     present: dict[int, int]  # value -> its offset in the arena, -1 outside
     homes: dict[int, int | None]  # the caller's storages on the device -> the value that is there
-    inside: int = 0  # bytes of values in the arena
+    in_arena: int = 0  # bytes of values in the arena
     outside: int = 0  # bytes of values outside it
     states: int = 0  # bytes of saved generator states
-    extra: int = 0  # bytes of the running op's temporaries, and of duplicates that it makes and drops
-    extra_outside: int = 0  # of these, bytes that are not in the arena
+    temporaries: int = 0  # bytes of the running op's temporaries, and of duplicates that it makes and drops
+    temporaries_outside: int = 0  # of these, bytes that are not in the arena
 
     def add(self, value: int, nbytes: int, offset: int) -> None:
         """Put a value on the device."""
@@ -53,36 +53,36 @@ class Moment:
         if offset < 0:
             self.outside += nbytes
         else:
-            self.inside += nbytes
+            self.in_arena += nbytes
 
     def remove(self, value: int, nbytes: int) -> None:
         """Take a value off the device."""
         if self.present.pop(value) < 0:
             self.outside -= nbytes
         else:
-            self.inside -= nbytes
+            self.in_arena -= nbytes
 
 
 def simulate(graph: Graph, costs: Costs, program: Program) -> Simulation:
     """Add up the bytes and the seconds of a valid program."""
     live, outside = [], []
-    for moment in moments(graph, costs, program):
-        live.append(moment.inside + moment.outside + moment.states + moment.extra)
-        outside.append(moment.outside + moment.states + moment.extra_outside)
+    for memory in memory_states(graph, costs, program):
+        live.append(memory.in_arena + memory.outside + memory.states + memory.temporaries)
+        outside.append(memory.outside + memory.states + memory.temporaries_outside)
     start = sum(costs.nbytes[item.value] for item in graph.inputs if item.home == "device")
     return Simulation(tuple(live), tuple(outside), start, program.arena, elapsed(graph, costs, program))
 
 
-def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
+def memory_states(graph: Graph, costs: Costs, program: Program) -> Iterator[MemoryState]:
     """The device during each instruction, in order."""
     nbytes = costs.nbytes
-    moment = Moment({}, {})
+    memory = MemoryState({}, {})
     storage = [value.storage for value in graph.values]
     present = [item for item in graph.inputs if item.home == "device"]
-    kept = {storage[item.value] for item in present if item.stays}
+    kept = {storage[item.value] for item in present if item.persistent}
     for item in present:
-        moment.add(item.value, nbytes[item.value], -1)
-        moment.homes[storage[item.value]] = item.value
+        memory.add(item.value, nbytes[item.value], -1)
+        memory.homes[storage[item.value]] = item.value
     ends = _last_replays(graph, program)
     replaying = set(ends.values())
     seen: set[int] = set()
@@ -90,52 +90,52 @@ def moments(graph: Graph, costs: Costs, program: Program) -> Iterator[Moment]:
         match instruction:
             case Run(op, at, over, again):
                 if op in replaying and op not in seen:
-                    moment.states += graph.generator_bytes
+                    memory.states += graph.generator_bytes
                 seen.add(op)
                 makes = graph.makes_of(op, again=again)
                 onto = dict(over)
                 placed = bool(at) and at[-1] >= 0
-                moment.extra = costs.temporaries(op, placed=placed)
-                moment.extra_outside = 0 if placed else moment.extra
+                memory.temporaries = costs.temporaries(op, placed=placed)
+                memory.temporaries_outside = 0 if placed else memory.temporaries
                 if again and graph.ops[op].random:
-                    moment.states += graph.generator_bytes  # the present state, put aside for the old one
+                    memory.states += graph.generator_bytes  # the present state, put aside for the old one
                 for position, value in enumerate(makes):
                     offset = at[position] if at else -1
                     if value in onto:
-                        moment.add(value, nbytes[value], moment.present[onto[value]])
-                        moment.remove(onto[value], nbytes[value])
-                        if moment.homes.get(storage[value]) == onto[value]:
-                            moment.homes[storage[value]] = value
-                    elif value in moment.present:
-                        moment.extra += nbytes[value]
-                        moment.extra_outside += nbytes[value] if offset < 0 else 0
+                        memory.add(value, nbytes[value], memory.present[onto[value]])
+                        memory.remove(onto[value], nbytes[value])
+                        if memory.homes.get(storage[value]) == onto[value]:
+                            memory.homes[storage[value]] = value
+                    elif value in memory.present:
+                        memory.temporaries += nbytes[value]
+                        memory.temporaries_outside += nbytes[value] if offset < 0 else 0
                     else:
-                        moment.add(value, nbytes[value], offset)
-                yield moment
-                moment.extra = moment.extra_outside = 0
+                        memory.add(value, nbytes[value], offset)
+                yield memory
+                memory.temporaries = memory.temporaries_outside = 0
                 if again and graph.ops[op].random:
-                    moment.states -= graph.generator_bytes
+                    memory.states -= graph.generator_bytes
                 if number in ends:
-                    moment.states -= graph.generator_bytes
+                    memory.states -= graph.generator_bytes
             case Free(value, place):
-                yield moment
-                if place == "device" and moment.homes.get(storage[value]) != value:
-                    moment.remove(value, nbytes[value])
+                yield memory
+                if place == "device" and memory.homes.get(storage[value]) != value:
+                    memory.remove(value, nbytes[value])
                 elif place == "device" and storage[value] in kept:
-                    del moment.present[value]  # the caller's storage keeps its bytes
-                    moment.homes[storage[value]] = None
+                    del memory.present[value]  # the caller's storage keeps its bytes
+                    memory.homes[storage[value]] = None
                 elif place == "device":
-                    moment.remove(value, nbytes[value])
-                    del moment.homes[storage[value]]
+                    memory.remove(value, nbytes[value])
+                    del memory.homes[storage[value]]
             case Copy(value, to, offset):
-                if to == "device" and offset < 0 and storage[value] in moment.homes:
-                    moment.present[value] = -1
-                    moment.homes[storage[value]] = value
+                if to == "device" and offset < 0 and storage[value] in memory.homes:
+                    memory.present[value] = -1
+                    memory.homes[storage[value]] = value
                 elif to == "device":
-                    moment.add(value, nbytes[value], offset)
-                yield moment
+                    memory.add(value, nbytes[value], offset)
+                yield memory
             case Wait():
-                yield moment
+                yield memory
 
 
 def _last_replays(graph: Graph, program: Program) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """The side door: a model in, one out that runs its forward and backward within a budget, in the caller's own loop.
 
-The planned step is the model's forward, a *turn* at which the caller's code goes on with the outputs, and the backward
-with the gradients that it comes back with. To autograd all of it is one function.
+The planned step is the model's forward, a *handover* at which the caller's code goes on with the outputs, and the
+backward with the gradients that it comes back with. To autograd all of it is one function.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Wrapped(nn.Module):
         half = self._loop.begin(_detached((args, kwargs)))
         ends: _Ends = half.captured.step.ends  # type: ignore[attr-defined]
         sources = _sources(self.unwrapped, args, kwargs)
-        roots = _Turn.apply(half, ends.roots, self._loop, *sources)  # type: ignore[no-untyped-call]
+        roots = _Handover.apply(half, ends.roots, self._loop, *sources)  # type: ignore[no-untyped-call]
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -149,7 +149,7 @@ class Wrapped(nn.Module):
 
 
 class _Loop:
-    """A step with a turn in the caller's loop, planned for gradients that come back as they came the last time."""
+    """A step with a handover in the caller's loop, planned for gradients that come back as they came the last time."""
 
     def __init__(self, request: Request, example: tuple[Any, ...]) -> None:
         self._habits: tuple[Habit, ...] = ()
@@ -242,12 +242,12 @@ class _Ends:
 
 
 class _Whole:
-    """The step that is planned: forward, turn, backward."""
+    """The step that is planned: forward, handover, backward."""
 
     def __init__(self, habits: tuple[Habit, ...]) -> None:
         self.ends: _Ends | None = None  # known after it was traced
         self._habits = habits
-        self._mark = torch.zeros(1)  # what the turn writes to
+        self._mark = torch.zeros(1)  # what the handover writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = model(*args, **kwargs)
@@ -272,12 +272,12 @@ class _Whole:
         self.ends = _Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
-            given = torch.ops.lowtide.turn(self._mark, roots, [*others, *model.buffers()], used, steps)
+            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], used, steps)
         gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
         return roots, others, gradients, given
 
 
-class _Turn(torch.autograd.Function):
+class _Handover(torch.autograd.Function):
     """A step in halves, as autograd sees it."""
 
     @staticmethod

@@ -140,7 +140,7 @@ def available() -> bool:
 
 
 def installed() -> bool:
-    """Whether torch allocates through lowtide's allocator at this moment."""
+    """Whether torch allocates through lowtide's allocator now."""
     library = build.loaded()
     return library is not None and bool(library.lowtide_installed())
 

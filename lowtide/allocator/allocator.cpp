@@ -4,7 +4,7 @@
 // Every block that has no place in an arena still comes from the allocator that was there before, so it may outlive
 // the counting, and a block that one of the two made may be freed through the other. Sizes are kept in a table beside
 // the blocks, never in a header before them: oneDNN frees raw pointers through whichever allocator is installed at that
-// moment, and what is in an arena is known by its address.
+// time, and what is in an arena is known by its address.
 
 #include "arena.hpp"
 

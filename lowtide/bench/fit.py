@@ -1,6 +1,6 @@
 """Does a step keep its budget, at what time, and is anything else of torch better: races of real training steps.
 
-A budget in percent is what stays between steps and that part of what eager's step adds to it; its own part, of any
+A budget in percent is what persists between steps and that part of what eager's step adds to it; its own part, of any
 contestant, is what its metered peak adds to what was there before the step.
 """
 
@@ -34,7 +34,7 @@ class Survey:
 
     target: str
     ops: int
-    stays: int  # bytes between steps
+    persistent: int  # bytes between steps
     eager_peak: int  # bytes, predicted
     least: int  # bytes, the least feasible budget
     capture_seconds: float
@@ -136,17 +136,17 @@ def race_target(
     verdicts: list[Verdict] = []
     for number, group in enumerate(groups(contestants, eager_peak=found.eager_peak, room=room())):
         with ExitStack() as stack:
-            heat = _Heat(stack, found, rounds=rounds, time_limit=time_limit, say=say)
+            contest = _Contest(stack, found, rounds=rounds, time_limit=time_limit, say=say)
             for contestant in group:
-                heat.enter(contestant)
-            raced = heat.race()
+                contest.enter(contestant)
+            raced = contest.race()
             cells += raced if number == 0 else raced[1:]
             for peer in raced:
                 if peer.way in ("eager", "lowtide") or not peer.finished:
                     continue
                 verdict = judge(peer, cells)
                 if duel and not verdict.ok:
-                    verdict, mine = heat.duel(peer)
+                    verdict, mine = contest.duel(peer)
                     cells.append(mine)
                 verdicts.append(verdict)
     return Fit(found, tuple(sorted(cells, key=_place)), tuple(verdicts))
@@ -156,7 +156,7 @@ def _within(found: Survey, percent: float) -> Contestant:
     """Lowtide within a budget in percent."""
     if percent == LEAST:
         return Contestant("lowtide least", "lowtide", budget=found.least, percent=LEAST)
-    budget = read_budget(f"{percent}%", stays=found.stays, eager_peak=found.eager_peak)
+    budget = read_budget(f"{percent}%", persistent=found.persistent, eager_peak=found.eager_peak)
     return Contestant(f"lowtide {percent:g}%", "lowtide", budget=budget, percent=percent)
 
 
@@ -165,7 +165,7 @@ def _place(cell: Cell) -> int:
     return ("eager", "lowtide").index(cell.way) if cell.way in ("eager", "lowtide") else 2
 
 
-class _Heat:
+class _Contest:
     """Contestants that race at once, with eager; the processes end with the stack."""
 
     def __init__(self, stack: ExitStack, found: Survey, *, rounds: int, time_limit: float, say: Say) -> None:

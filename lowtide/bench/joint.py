@@ -105,7 +105,7 @@ def compare(
 
         def within(graph: Graph, known: Costs, eager_peak: int, method: str, percent: float = percent) -> Plan:
             nonlocal budget
-            budget = budget or read_budget(f"{percent}%", stays=known.stays(graph), eager_peak=eager_peak)
+            budget = budget or read_budget(f"{percent}%", persistent=known.persistent(graph), eager_peak=eager_peak)
             return plan(graph, known, budget, method=method, time_limit=time_limit)
 
         for way, (method, away) in WAYS.items():

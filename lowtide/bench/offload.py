@@ -200,7 +200,7 @@ def outcome(case: Case, place: Place) -> Outcome:
     offered = apply(captured.graph, (*EXACT, *offload("disk"))).graph
     costs = measure(whole)
     priced = replace(costs, graph=offered.fingerprint, lanes=place.lanes, staging=place.device.staging)
-    budget = costs.stays(whole) + largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
+    budget = costs.persistent(whole) + largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
     ways: dict[str, tuple[Graph, Costs, str]] = {
         "recompute": (whole, costs, "lowtide"),
         "offload": (offered, priced, "offload"),
@@ -262,10 +262,10 @@ def built(case: Case) -> tuple[Callable[..., Any], nn.Module, tuple[Any, ...], i
         now, vector = matrix, matrix[: COLUMNS // SIDE].reshape(-1)
         for value in values:
             now = now + torch.mv(value, vector).sum()  # what follows waits for all values
-        for _turn in range(idle):
+        for _round in range(idle):
             now = now @ matrix
         now = matrix + now[0, :1].expand(large).contiguous().sum()
-        for _turn in range(idle):
+        for _round in range(idle):
             now = now @ matrix
         last = now[: COLUMNS // SIDE].reshape(-1)
         return [torch.mv(value, last) for value in values]

@@ -141,7 +141,7 @@ def _dense_layers(model: nn.Module) -> None:
 
 
 def _cell(model: Any) -> None:
-    """The cell at each moment."""
+    """The cell at each time step."""
     _checkpoint(model.cell, random=False)
 
 

@@ -101,7 +101,7 @@ class Planned:
 def own_part(graph: Graph, costs: Costs) -> int:
     """The bytes of the step's own part without recomputation, in the better of two orders."""
     arrays = problem(graph, costs)
-    return min(arrays.peak(captured_order(graph)), arrays.peak(early_updates(graph))) - arrays.stays
+    return min(arrays.peak(captured_order(graph)), arrays.peak(early_updates(graph))) - arrays.persistent
 
 
 def plan_target(
@@ -118,7 +118,7 @@ def plan_target(
     """Plan a step for each budget, with roofline costs, and hold the plans against the bars."""
     graph = capture(step, model, optimizer, example).graph
     costs = roofline(graph)
-    own, stays = own_part(graph, costs), costs.stays(graph)
+    own, persistent = own_part(graph, costs), costs.persistent(graph)
     if narrow:
         graph = with_narrow(graph)
         costs = roofline(graph)
@@ -128,11 +128,11 @@ def plan_target(
     found = []
     for percent in budgets:
         goal = trial.found.get(percent) if trial else None
-        empty = Found(percent, int(stays + percent / 100 * own), goal)
+        empty = Found(percent, int(persistent + percent / 100 * own), goal)
         found.append(_judged(_plan(graph, costs, empty, time_limit), limit, trial))
     least = Planning(graph, costs).least()
     memory = resident.peak() - before
-    part = (least.peak - stays) / own
+    part = (least.peak - persistent) / own
     missed = [f"memory over {MEMORY:,} bytes"] if memory > MEMORY else []
     if trial is not None and round(part, 2) > trial.least:
         missed.append("least peak above the trial's")
@@ -140,7 +140,7 @@ def plan_target(
         ops=len(graph.ops),
         own=own,
         least=part,
-        least_bound=(least.least_bound - stays) / own,
+        least_bound=(least.least_bound - persistent) / own,
         least_trial=trial.least if trial else None,
         least_seconds=least.planning_seconds,
         memory=memory,

@@ -74,7 +74,7 @@ def survey(target: str) -> Answer:
     measured = perf_counter()
     found = least(graph, costs)
     return {
-        "stays": costs.stays(graph),
+        "persistent": costs.persistent(graph),
         "eager_peak": simulate(graph, costs, as_eager(graph)).peak,
         "least": found.peak,
         "ops": len(graph.ordinary),

@@ -86,8 +86,8 @@ class Cuts(Dataset[tuple[torch.Tensor, ...]]):
 
     def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
         number = self._first + place
-        lap, turn = divmod(number, len(self._shapes))
-        rows, columns = Random(lap).sample(self._shapes, len(self._shapes))[turn]
+        lap, place = divmod(number, len(self._shapes))
+        rows, columns = Random(lap).sample(self._shapes, len(self._shapes))[place]
         return tuple(leaf.roll(number, 0)[:rows, :columns].contiguous() for leaf in self._example)
 
 

@@ -300,9 +300,9 @@ class Trace:
         bound_inputs = []
         for item in inputs:
             storage = values[item.value].storage
-            stays = values[item.value].kind != "gradient" or left_on.get(str(item.path[0])) == storage
-            bound_inputs.append(dataclasses.replace(item, stays=stays))
-            if stays and storage in latest:
+            persistent = values[item.value].kind != "gradient" or left_on.get(str(item.path[0])) == storage
+            bound_inputs.append(dataclasses.replace(item, persistent=persistent))
+            if persistent and storage in latest:
                 outputs.append(Output(latest[storage], "input", item.path))
         read_gradients = {str(item.path[0]) for item in inputs if values[item.value].kind == "gradient"}
         used_state = {item.path for item in inputs if values[item.value].kind == "state"}

@@ -64,4 +64,4 @@ def _bytes(budget: str | None) -> int:
         raise UsageError(
             f"a budget of {budget!r} is another one for each batch size.", hint="give bytes: --budget 2GiB."
         )
-    return read_budget(budget, stays=1, eager_peak=1)
+    return read_budget(budget, persistent=1, eager_peak=1)

@@ -53,7 +53,7 @@ def curve(
     budgets = [plan.budget for plan in plans if plan.budget is not None]
     frontier = report.Frontier(
         heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
-        stays=found.stays(graph),
+        persistent=found.persistent(graph),
         eager_peak=eager_peak(captured.graph, rewritten, found, lambda one: costs_of(one, costs)),
         points=[_point(plan) for plan in plans],
         classics=_classics(graph, found, budgets) if classics else {},
@@ -63,7 +63,7 @@ def curve(
     if not as_json:
         show(frontier)
         return
-    keys = common(stays=frontier.stays, predicted=plans[-1].peak, metered=None)
+    keys = common(persistent=frontier.persistent, predicted=plans[-1].peak, metered=None)
     show_json(
         {
             "target": target,

@@ -51,7 +51,7 @@ class Eager:
         if not self.metered:
             return step(model, optimizer, *batch)
         gradients = [parameter.grad for parameter in model.parameters()]
-        before = storage_bytes([*what_stays(self.built, batch), *gradients])
+        before = storage_bytes([*what_persists(self.built, batch), *gradients])
         del gradients
         with device.CPU.meter() as meter:
             result = step(model, optimizer, *batch)
@@ -59,7 +59,7 @@ class Eager:
         return result
 
 
-def what_stays(built: Built, batch: tuple[Any, ...]) -> list[Any]:
+def what_persists(built: Built, batch: tuple[Any, ...]) -> list[Any]:
     """Parameters, buffers, optimizer state and the batch, with what else is found beside them."""
     states = [] if built.optimizer is None else [*built.optimizer.state.values()]
     return [*built.model.parameters(), *built.model.buffers(), *tree.flatten((states, batch))[0]]

@@ -39,7 +39,9 @@ from lowtide.rewrite import EXACT, apply, with_narrow
 from lowtide.rewrites import LOSSY_ORDER, ROUNDING, read_allow
 from lowtide.simulate import simulate
 
-BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what stays between steps and half "
+BUDGET = (
+    "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what persists between steps and half "
+)
 BUDGET += "of what eager's step adds to it."
 METHOD = f"How to plan: {BEST} is the search; one-shot only reorders; {OFFLOAD} copies to --offload and runs nothing "
 METHOD += f"twice; the others are as published: {', '.join(CLASSICS)}."
@@ -99,7 +101,7 @@ def plan(
     _refuse_method(method, offload)
     allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
-    leave = Leave(allowed, resized_target(built))
+    leave = Leave(allowed, resized_target(built, captured))
     if explain is not None and not allowed:
         report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
 
@@ -109,7 +111,7 @@ def plan(
         return costs_of(graph, costs, offload_dir)
 
     def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
-        nbytes = read_budget(budget or "", stays=found.stays(graph), eager_peak=eager_peak)
+        nbytes = read_budget(budget or "", persistent=found.persistent(graph), eager_peak=eager_peak)
         with searching(time_limit) as progress:
             planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
@@ -144,7 +146,7 @@ def plan(
             show_json(
                 {
                     "target": target,
-                    **common(stays=summary.stays, predicted=summary.peak, metered=None),
+                    **common(persistent=summary.persistent, predicted=summary.peak, metered=None),
                     "optimizer": optimizer_name(built.optimizer),
                     "costs": {"origin": found.origin, "machine": found.machine},
                     "method": None if load is not None else method,
@@ -204,7 +206,7 @@ def _explain(target: str, graph: Graph, costs: Costs, planned: Plan, name: str, 
     values = report.find_values(graph, name)
     found = report.explain(report.Story(graph, costs, planned), name)
     if as_json:
-        keys = common(stays=costs.stays(graph) - costs.elsewhere(graph), predicted=planned.peak, metered=None)
+        keys = common(persistent=costs.persistent(graph) - costs.elsewhere(graph), predicted=planned.peak, metered=None)
         keys |= promised(planned)
         show_json({"target": target, **keys, "values": values, "explained": [item.to_json() for item in found]})
         return
@@ -228,7 +230,7 @@ def promised(planned: Plan) -> dict[str, Any]:
 
 def refuse_early(budget: str) -> None:
     """Raise where this is no budget, before anything is captured or measured."""
-    read_budget(budget, stays=1, eager_peak=1)
+    read_budget(budget, persistent=1, eager_peak=1)
 
 
 def with_optional(captured: Captured) -> Captured:

@@ -22,7 +22,7 @@ from lowtide.measure import measure, roofline, with_lanes
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
-from lowtide.resized import Resized, examples_of, first_of
+from lowtide.resized import Resized, examples_of, resized
 from lowtide.simulate import simulate
 
 Target = Annotated[
@@ -73,7 +73,7 @@ def profile(
         show_json(
             {
                 "target": target,
-                **common(stays=result.stays, predicted=result.peak, metered=peaks.program),
+                **common(persistent=result.persistent, predicted=result.peak, metered=peaks.program),
                 "eager_predicted_peak": peaks.eager_predicted,
                 "eager_metered_peak": peaks.eager,
                 "interpreter_bytes": interpreter,
@@ -115,13 +115,15 @@ def captured_target(target: str) -> tuple[Built, Captured, float]:
     return built, captured, seconds
 
 
-def resized_target(built: Built) -> Resized | None:
+def resized_target(built: Built, captured: Captured) -> Resized | None:
     """The step of a target at other sizes, where it is known what an example is."""
     step, model, optimizer, example = built
     count = examples_of(example)
     if count is None:
         return None
-    return Resized(count, cache(lambda size: capture(step, model, optimizer, first_of(example, size)).graph))
+    return Resized(
+        captured.graph, count, cache(lambda size: capture(step, model, optimizer, resized(example, size)).graph)
+    )
 
 
 def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Costs:
@@ -145,11 +147,11 @@ def optimizer_name(optimizer: Any) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
-def common(*, stays: int, predicted: int, metered: int | None) -> dict[str, Any]:
+def common(*, persistent: int, predicted: int, metered: int | None) -> dict[str, Any]:
     """The keys that the JSON of every command has; what needs a budget is not known here."""
     return {
         "budget": None,
-        "stays": stays,
+        "persistent": persistent,
         "predicted_peak": predicted,
         "metered_peak": metered,
         "least_feasible": None,

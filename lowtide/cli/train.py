@@ -18,7 +18,7 @@ import typer
 from lowtide import allocator
 from lowtide.choice import Leave, Offload
 from lowtide.cli import checkpoint
-from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_stays
+from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_persists
 from lowtide.cli.plan import (
     BUDGET,
     Allow,
@@ -266,13 +266,13 @@ def _train(session: Session, step: Eager | Fitted, steps: int, keeper: Keeper | 
 def _as_json(session: Session, step: Eager | Fitted) -> dict[str, Any]:
     losses, built = session.log.losses, session.built
     if isinstance(step, Eager):
-        stays = storage_bytes(what_stays(built, built.example))
-        promise = {**common(stays=stays, predicted=0, metered=step.peak), "predicted_peak": None}
+        persistent = storage_bytes(what_persists(built, built.example))
+        promise = {**common(persistent=persistent, predicted=0, metered=step.peak), "predicted_peak": None}
         notes = session.notes
     else:
         graph = step.captured.graph
-        stays = step.costs.stays(graph) - step.costs.elsewhere(graph)
-        promise = common(stays=stays, predicted=_predicted(step), metered=step.peak)
+        persistent = step.costs.persistent(graph) - step.costs.elsewhere(graph)
+        promise = common(persistent=persistent, predicted=_predicted(step), metered=step.peak)
         promise |= promised(step.plan) | {"chunks": step.chunks}
         promise["rewrites"] = [encode_rewrite(one) for one in step.plan.rewrites]
         promise["offloaded"] = [asdict(item) for item in offloaded(graph, step.costs, step.program)]

@@ -87,7 +87,7 @@ def _as_json(target: str, steps: int, fitted: Fitted, error: VerifyError | None)
     predicted = simulate(graph, fitted.costs, fitted.program).peak
     return {
         "target": target,
-        **common(stays=fitted.costs.stays(graph), predicted=predicted, metered=fitted.peak),
+        **common(persistent=fitted.costs.persistent(graph), predicted=predicted, metered=fitted.peak),
         **promised(fitted.plan),
         "steps": steps,
         "verified": verifier.verified,

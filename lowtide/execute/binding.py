@@ -82,7 +82,7 @@ class Binding:
                 self.moving.append((number, "option", int(path[0]), path[1:]))
         self.updates = bool(captured.optimizers) and any(op.phase == "update" for op in graph.ops)
         self.kept_gradients = {
-            item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.stays
+            item.path[0] for item in graph.inputs if graph.values[item.value].kind == "gradient" and item.persistent
         }
 
     def check(self, batch: Batch) -> list[Any]:

@@ -102,7 +102,7 @@ def _written(graph: Graph, program: Program, reached: int, *, between: bool) -> 
             if number < reached or between or len(effects) > 1:
                 found += [owner[graph.values[old].storage] for _, old in effects]
     if reached >= 0:  # gradients that the step uses up belong to it from its start
-        found += [item for item in inputs.values() if not item.stays]
+        found += [item for item in inputs.values() if not item.persistent]
     return list(dict.fromkeys((graph.values[item.value].kind, str(item.path[0])) for item in found))
 
 

@@ -1,4 +1,4 @@
-"""A step with a turn in two halves: it runs up to there, the caller's code goes on, and comes back for the rest."""
+"""A step with a handover in two halves: it runs up to there, the caller's code goes on, and comes back for the rest."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SMALL = 2**20  # bytes of buffers that a forward updates: so much is kept beside
 
 
 class Halves:
-    """A captured step with a turn: run it on a batch for its first half."""
+    """A captured step with a handover: run it on a batch for its first half."""
 
     def __init__(self, runner: Runner) -> None:
         graph = runner.captured.graph
         self.runner = runner
-        self.turn = next(number for number, op in enumerate(graph.ops) if op.target == kernels.TURN)
-        self.given_bytes = sum(graph.values[value].nbytes for value in graph.ops[self.turn].makes[:-1])
-        self.inputs_again, self.outputs_again = _read_after_turn(graph, runner.program)
-        self.written = _written_before_turn(graph, self.turn)
+        self.handover = next(number for number, op in enumerate(graph.ops) if op.target == kernels.HANDOVER)
+        self.given_bytes = sum(graph.values[value].nbytes for value in graph.ops[self.handover].makes[:-1])
+        self.inputs_again, self.outputs_again = _read_after_handover(graph, runner.program)
+        self.written = _written_before_handover(graph, self.handover)
         self.large = sum(graph.values[graph.inputs[place].value].nbytes for place in self.written) > SMALL
         self.proven = False  # gradients came back as it is planned
-        self.rebound = _rebound(runner.captured, self.turn)
+        self.rebound = _rebound(runner.captured, self.handover)
         runner.binding.told = True
 
     def __call__(self, batch: Batch) -> Half:
@@ -81,7 +81,7 @@ class _Held:
 
 
 class Half:
-    """A step at its turn. It holds its arena until it is finished or closed, or nobody holds it any more."""
+    """A step at its handover. It holds its arena until it is finished or closed, or nobody holds it any more."""
 
     _held: _Held | None = None  # one that is not made yet holds nothing
     inputs: dict[tuple[Any, ...], Any]  # what it was given
@@ -253,24 +253,24 @@ def _fill(tensors: Iterable[torch.Tensor], contents: Iterable[torch.Tensor]) -> 
             tensor.copy_(content)
 
 
-def _written_before_turn(graph: Graph, turn: int) -> list[int]:
+def _written_before_handover(graph: Graph, handover: int) -> list[int]:
     """The inputs, by place, that the first half writes to."""
-    storages = {graph.values[new].storage for op in graph.ops[:turn] for new, _ in op.updates}
+    storages = {graph.values[new].storage for op in graph.ops[:handover] for new, _ in op.updates}
     return [place for place, item in enumerate(graph.inputs) if graph.values[item.value].storage in storages]
 
 
-def _rebound(captured: Captured, turn: int) -> list[tuple[Slot, int]]:
+def _rebound(captured: Captured, handover: int) -> list[tuple[Slot, int]]:
     """The buffers in whose place the step puts another tensor, and which of what is handed over that is."""
     graph = captured.graph
-    _, *handed = graph.ops[turn].arguments()  # the first is the mark
+    _, *handed = graph.ops[handover].arguments()  # the first is the mark
     outputs = [output for output in graph.outputs if output.role == "buffer"]
     return [(captured.slots[str(one.path[0])], handed.index(Read(one.value, one.view))) for one in outputs]
 
 
-def _read_after_turn(graph: Graph, program: Program) -> tuple[list[tuple[int, str]], list[int]]:
-    """Which inputs, by place and name, and which of what is handed over an instruction after the turn reads."""
+def _read_after_handover(graph: Graph, program: Program) -> tuple[list[tuple[int, str]], list[int]]:
+    """Which inputs, by place and name, and which of what is handed over an instruction after the handover reads."""
     runs = [instruction for instruction in program.instructions if isinstance(instruction, Run)]
-    place = next(number for number, run in enumerate(runs) if graph.ops[run.op].target == kernels.TURN)
+    place = next(number for number, run in enumerate(runs) if graph.ops[run.op].target == kernels.HANDOVER)
     read = {value for run in runs[place + 1 :] for value in graph.reads_of(run.op, again=run.again)}
     inputs = [(number, graph.values[item.value]) for number, item in enumerate(graph.inputs) if item.value in read]
     _, *handed = graph.ops[runs[place].op].arguments()  # the first is the mark

@@ -48,7 +48,7 @@ class Lessons:
             self.tape = Tape(found.start, found.nbytes, found.offset)
         except ArenaError:  # the step is done all the same; the next one learns again
             return
-        if all(item.stays for item in self._graph.inputs):  # else something went that we did not see come
+        if all(item.persistent for item in self._graph.inputs):  # else something went that we did not see come
             self._note(self._before + step.outside)
             self.most = max(self.most or 0, self._before + self._program.arena + found.outside)
 

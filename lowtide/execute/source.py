@@ -1,7 +1,7 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed. A step with a turn is a generator, which yields there.
+to know how far a step came that failed. A step with a handover is a generator, which yields there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Home:
 
     name: str  # the variable that holds it
     content: int  # the value whose content is there; it stays when the value is freed, for nobody else writes there
-    stays: bool  # the caller still holds it after the step
+    persistent: bool  # the caller still holds it after the step
     comes: int = -1  # the last instruction that copies a value back to it
 
 
@@ -88,7 +88,7 @@ class _Writer:
                 continue  # its place has it
             self.held[item.value] = _Tensor(self.fresh())
             storage = self.graph.values[item.value].storage
-            self.homes[storage] = _Home(self.held[item.value].name, item.value, item.stays)
+            self.homes[storage] = _Home(self.held[item.value].name, item.value, item.persistent)
         for number, instruction in enumerate(self.program.instructions):
             match instruction:
                 case Copy(value, "device", -1) if self.graph.values[value].storage in self.homes:
@@ -137,7 +137,9 @@ class _Writer:
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = "" if op.target == kernels.TURN else self.constant(kernels.kernel(op.target, self.device.own_kernel))
+        target = (
+            "" if op.target == kernels.HANDOVER else self.constant(kernels.kernel(op.target, self.device.own_kernel))
+        )
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
@@ -222,7 +224,7 @@ class _Writer:
         names = [tensor.name, *tensor.views.values()]
         home = self.homes.get(storage)
         if home is not None and home.name == tensor.name:
-            if not home.stays:
+            if not home.persistent:
                 del self.homes[storage]
             elif home.comes > now:
                 names.remove(home.name)

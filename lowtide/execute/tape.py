@@ -99,8 +99,8 @@ def temporaries(
         fresh = {value for value in graph.makes_of(run.op, again=run.again) if nbytes[value]} - dict(run.over).keys()
         if len(results) == len(fresh):
             piece, heap = found.get(run.op, (0, 0))
-            inside = most(made[number]) - sum(block.nbytes for block in results)
-            found[run.op] = max(piece, height(arrange(passing, results))), max(heap, inside)
+            temporaries = most(made[number]) - sum(block.nbytes for block in results)
+            found[run.op] = max(piece, height(arrange(passing, results))), max(heap, temporaries)
     return found
 
 

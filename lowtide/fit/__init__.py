@@ -143,9 +143,9 @@ class Fitted:
                 hint="give the whole step to lowtide.fit(step, model, optimizer, example=..., verify=3).",
             )
         fit, asked = self._latest, self._request
-        stays = fit.costs.stays(self.captured.graph)
+        persistent = fit.costs.persistent(self.captured.graph)
         self.verifier = Verifier(asked.step, asked.model, asked.optimizer, steps)
-        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, stays=stays, tell=tell or asked.tell)
+        announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, persistent=persistent, tell=tell or asked.tell)
 
     def report(self) -> str:
         """What the plan does and what was measured, for a person."""
@@ -194,8 +194,8 @@ def fit(
     - `model`, `optimizer`: what it trains, and with what: an optimizer, a tuple of them, or None.
     - `example`: a batch, the arguments after the optimizer. Batches of other shapes are planned when they come, within
       the same budget.
-    - `budget`: the peak of the whole step in bytes, "2GiB", or "50%": what stays between steps and half of what eager's
-      step adds to it. Without one it is what is free on the machine.
+    - `budget`: the peak of the whole step in bytes, "2GiB", or "50%": what persists between steps and half of what
+      eager's step adds to it. Without one it is what is free on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
     - `time_limit`: seconds of planning.
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.

@@ -22,7 +22,7 @@ from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
-from lowtide.resized import Resized, examples_of, first_of
+from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import exactness
 
@@ -71,7 +71,7 @@ class Maker:
         """The step for batches like this one; from a similar one, if one is known, where that can be."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = Leave(self._request.allowed, self._resized(batch, numbers))
+        leave = Leave(self._request.allowed, self._resized(captured.graph, batch, numbers))
         if known is None and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
@@ -119,12 +119,12 @@ class Maker:
                 raise
             return self._manner.capture(self._request, batch, ())
 
-    def _resized(self, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
+    def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
         """The step at other sizes, where it is known what an example is."""
         count = examples_of(batch)
         if count is None:
             return None
-        return Resized(count, cache(lambda size: self._capture(first_of(batch, size), numbers).graph))
+        return Resized(graph, count, cache(lambda size: self._capture(resized(batch, size), numbers).graph))
 
     def _given(self, source: PlanFrom, graph: Graph, leave: Leave) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""
@@ -151,15 +151,15 @@ class Maker:
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
         if self.budget is None:
-            self.budget = self._read_budget(graph.device, costs.stays(graph), eager_peak)
+            self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
         return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
 
-    def _read_budget(self, device: str, stays: int, eager_peak: int) -> int:
+    def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
         if self._request.budget is not None:
-            return read_budget(self._request.budget, stays=stays, eager_peak=eager_peak)
-        return stays + int(FREE * devices.of(device).free_bytes())
+            return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+        return persistent + int(FREE * devices.of(device).free_bytes())
 
     def _price(self, graph: Graph) -> Costs:
         if self._request.costs == "roofline":

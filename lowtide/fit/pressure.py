@@ -114,9 +114,10 @@ class Pressure:
 
 def _corrected(costs: Costs, temporaries: Mapping[int, tuple[int, int]]) -> Costs:
     """The costs with the temporaries that showed in a step, where they are larger."""
-    extra, inside = list(costs.extra), list(costs.inside or costs.extra)
+    in_arena = list(costs.arena_temporaries)
+    in_heap = list(costs.heap_temporaries or costs.arena_temporaries)
     for op, (piece, heap) in temporaries.items():
-        extra[op], inside[op] = max(extra[op], piece), max(inside[op], heap)
-    if tuple(extra) == costs.extra:
+        in_arena[op], in_heap[op] = max(in_arena[op], piece), max(in_heap[op], heap)
+    if tuple(in_arena) == costs.arena_temporaries:
         return costs
-    return replace(costs, extra=tuple(extra), inside=tuple(inside))
+    return replace(costs, arena_temporaries=tuple(in_arena), heap_temporaries=tuple(in_heap))

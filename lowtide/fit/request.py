@@ -47,7 +47,7 @@ class Request:
             known = ", ".join(get_args(CostsFrom))
             raise UsageError(f"there are no costs {self.costs!r}.", hint=f"choose one of {known}.")
         if isinstance(self.budget, str):
-            read_budget(self.budget, stays=1, eager_peak=1)
+            read_budget(self.budget, persistent=1, eager_peak=1)
         self.places.refuse(planned=self.plan is not None)
         Leave(self.allowed)
 

@@ -128,7 +128,7 @@ class Input:
 
     value: int
     path: tuple[str | int, ...]  # ("layer1.weight",), ("layer1.weight", "exp_avg"), (0, "input_ids"), ...
-    stays: bool = True  # the caller still holds it after the step; False: the step uses it up
+    persistent: bool = True  # the caller still holds it after the step; False: the step uses it up
     home: Place = "device"  # where it is before the step, and the last content of its storage after it
 
 

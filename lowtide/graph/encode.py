@@ -37,7 +37,7 @@ def encode_graph(graph: Graph) -> dict[str, Any]:
             + ([] if v.form == "plain" else [v.form])
             for v in graph.values
         ],
-        "inputs": [[i.value, list(i.path), i.stays, *_elsewhere(i.home)] for i in graph.inputs],
+        "inputs": [[i.value, list(i.path), i.persistent, *_elsewhere(i.home)] for i in graph.inputs],
         "outputs": [[o.value, o.role, list(o.path), o.view, *_elsewhere(o.home)] for o in graph.outputs],
         "ops": [_encode_op(op) for op in graph.ops],
     }

@@ -22,14 +22,14 @@ TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str",
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
 # writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
 # buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
-TURN = "lowtide.turn.default"
-CHANNELS: Mapping[str, tuple[str, ...]] = {TURN: ("handover",)}  # of ops whose tags do not say it
+HANDOVER = "lowtide.handover.default"
+CHANNELS: Mapping[str, tuple[str, ...]] = {HANDOVER: ("handover",)}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
-_LIBRARY.define("turn(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
+_LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 
 
-@torch.library.register_fake("lowtide::turn", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def turn(
+@torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def handover(
     mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Tensor], used: list[int], strides: list[int]
 ) -> list[torch.Tensor]:
     """The gradients of those outputs that have one, as far as their sizes go; `strides` are those of all, in a row."""

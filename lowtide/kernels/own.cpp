@@ -71,7 +71,7 @@ INLINE Floats load(const float* from) {
 }
 
 // Rows become columns.
-INLINE void turn(Floats* rows) {
+INLINE void transpose(Floats* rows) {
   Floats pairs[kLanes], fours[kLanes];
   for (int i = 0; i < kLanes; i += 2) {
     pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
@@ -102,7 +102,7 @@ INLINE Doubles added(const float* const* channels, int64_t batch, int64_t stride
       for (int k = 0; k < kLanes; ++k) {
         rows[k] = load(channels[k] + start + i);
       }
-      turn(rows);
+      transpose(rows);
       for (int k = 0; k < kLanes; ++k) {
         const Floats away = rows[k] - middle;
         sum += __builtin_convertvector(squares ? away * away : rows[k], Doubles);

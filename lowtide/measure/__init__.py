@@ -86,7 +86,7 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
     keys: list[str | None] = []
     around = surroundings(graph)
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator.") or op.target == kernels.TURN:
+        if op.target.startswith("operator.") or op.target == kernels.HANDOVER:
             keys.append(None)
             continue
         cut = {**specimen(graph, index), **around[index]}
@@ -107,7 +107,7 @@ def _costs(
     """Put the answers where their ops and values are."""
     estimate = roofline(graph)
     seconds, nbytes = list(estimate.seconds), list(estimate.nbytes)
-    extra, inside = [0] * len(graph.ops), [0] * len(graph.ops)
+    in_arena, in_heap = [0] * len(graph.ops), [0] * len(graph.ops)
     in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
     failures: dict[str, str] = {}
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
@@ -120,7 +120,7 @@ def _costs(
             continue
         in_step = answer.get("in_step") if corrected else None
         seconds[index] = answer["seconds"] if in_step is None else in_step
-        extra[index], inside[index] = answer["extra"], answer["inside"]
+        in_arena[index], in_heap[index] = answer["arena_temporaries"], answer["heap_temporaries"]
         for value, size in zip(op.outputs, answer["outputs"], strict=True):
             if value is not None and size is not None and graph.maker[value] == index:
                 nbytes[value] = size
@@ -135,8 +135,8 @@ def _costs(
     return dataclasses.replace(
         estimate,
         seconds=tuple(seconds),
-        extra=tuple(extra),
-        inside=tuple(inside),
+        arena_temporaries=tuple(in_arena),
+        heap_temporaries=tuple(in_heap),
         nbytes=tuple(nbytes),
         in_place=tuple(in_place),
         origin="measured",

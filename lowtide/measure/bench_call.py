@@ -118,12 +118,12 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     room, returned = _room(call.device, call.run) if metered else (None, call.run())
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
-    pairs = _sits_on(call, room.extra) if room is not None and not specimen["written"] else []
-    extra, inside = (room.extra, room.inside) if room is not None else (0, 0)
+    pairs = _sits_on(call, room.arena_temporaries) if room is not None and not specimen["written"] else []
+    in_arena, in_heap = (room.arena_temporaries, room.heap_temporaries) if room is not None else (0, 0)
     return {
         "seconds": _seconds(call, room),
-        "extra": extra,
-        "inside": inside,
+        "arena_temporaries": in_arena,
+        "heap_temporaries": in_heap,
         "outputs": fresh,
         "in_place": pairs,
         "code": code,
@@ -144,8 +144,8 @@ def _code() -> int:
 class Room:
     """What a call allocates, each block with an offset in one arena."""
 
-    extra: int  # bytes in one piece beside the results
-    inside: int  # bytes of the heap at its peak, less those of the results
+    arena_temporaries: int  # bytes in one piece beside the results
+    heap_temporaries: int  # bytes of the heap at its peak, less those of the results
     arena: int  # bytes of all
     nbytes: list[int]
     offset: list[int]
@@ -163,8 +163,8 @@ def _room(where: Device, function: Callable[[], Any]) -> tuple[Room, Any]:
     at = {block.made: start for block, start in zip(results, starts, strict=False)}
     at |= {place.block.made: place.offset + (at[place.under.made] if place.under else 0) for place in places}
     offset = [at[block.made] for block in blocks]
-    inside = most(blocks) - sum(block.nbytes for block in results)
-    return Room(height(places), max(0, inside), starts[-1], [block.nbytes for block in blocks], offset), returned
+    in_heap = most(blocks) - sum(block.nbytes for block in results)
+    return Room(height(places), max(0, in_heap), starts[-1], [block.nbytes for block in blocks], offset), returned
 
 
 def _own_bytes(item: Any, call: Call) -> int | None:
@@ -262,7 +262,7 @@ def _whole(tensor: Any) -> torch.Tensor | None:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _sits_on(call: Call, extra: int) -> list[list[int]]:
+def _sits_on(call: Call, in_arena: int) -> list[list[int]]:
     """Which tensors the single result may overwrite: tried on each, and compared bit for bit."""
     target, outputs = call.specimen["target"], call.specimen["outputs"]
     if len(outputs) != 1 or outputs[0] is None or kernels.is_product(target):
@@ -271,11 +271,11 @@ def _sits_on(call: Call, extra: int) -> list[list[int]]:
     return [
         [0, place]
         for place, item in enumerate(call.specimen["tensors"])
-        if isinstance(item, list) and item[0] == dtype and item[3] == nbytes > 0 and _fits(call, place, extra)
+        if isinstance(item, list) and item[0] == dtype and item[3] == nbytes > 0 and _fits(call, place, in_arena)
     ]
 
 
-def _fits(call: Call, place: int, extra: int) -> bool:
+def _fits(call: Call, place: int, in_arena: int) -> bool:
     """Whether the result on this tensor has the same bits, with no more temporaries than beside it."""
     _, shape, stride, _ = call.specimen["outputs"][0]
     itself = call.specimen["args"][0] == {"read": [place, None]} and call.specimen["tensors"][place][1:3] == [
@@ -295,7 +295,7 @@ def _fits(call: Call, place: int, extra: int) -> bool:
     kwargs = call.kwargs if out is None else {**call.kwargs, out: onto}
     try:
         room, _ = _room(call.device, lambda: overload(*call.args, **kwargs))
-        return room.extra <= extra and torch.equal(_bits(expected), _bits(onto))
+        return room.arena_temporaries <= in_arena and torch.equal(_bits(expected), _bits(onto))
     except RuntimeError:  # torch refuses the overlap
         return False
     finally:

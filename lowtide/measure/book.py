@@ -15,8 +15,8 @@ Answer = dict[str, Any]
 ANSWER = record(
     {
         "seconds": amount,
-        "extra": whole(),
-        "inside": whole(),
+        "arena_temporaries": whole(),
+        "heap_temporaries": whole(),
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),
         "code": whole(),

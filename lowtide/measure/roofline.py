@@ -23,7 +23,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
     work = _Work(graph)
     seconds, in_place = [], []
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator.") or op.target == kernels.TURN:
+        if op.target.startswith("operator.") or op.target == kernels.HANDOVER:
             seconds.append(LAUNCH)
         else:
             moved = work.traffic(index)
@@ -32,7 +32,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
     return Costs(
         graph=graph.fingerprint,
         seconds=tuple(seconds),
-        extra=(0,) * len(graph.ops),
+        arena_temporaries=(0,) * len(graph.ops),
         nbytes=tuple(value.nbytes for value in graph.values),
         in_place=tuple(in_place),
         origin="roofline",
@@ -45,7 +45,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
 def traffic(graph: Graph) -> list[int]:
     """For each op the bytes that it reads and writes."""
     work = _Work(graph)
-    known = [not (op.target.startswith("operator.") or op.target == kernels.TURN) for op in graph.ops]
+    known = [not (op.target.startswith("operator.") or op.target == kernels.HANDOVER) for op in graph.ops]
     return [work.traffic(index) if counts else 0 for index, counts in enumerate(known)]
 
 

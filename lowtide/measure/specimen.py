@@ -1,6 +1,6 @@
 """A specimen: one call, cut out of its graph, with all that it takes to repeat it alone; equal calls are equal.
 
-What a call costs does not depend on which moment of a sequence it reads, so all moments are the first one here.
+What a call costs does not depend on which time step of a sequence it reads, so all time steps are the first one here.
 """
 
 from __future__ import annotations

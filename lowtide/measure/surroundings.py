@@ -30,10 +30,10 @@ def surroundings(graph: Graph) -> list[dict[str, Any]]:
     storages = [value.storage for value in graph.values]
     made = graph.maker
     now, found = 0, [(0,) * len(read_order(op)) for op in graph.ops]
-    for turn in range(2):  # what the first op finds is what the step before has left
+    for lap in range(2):  # what the first op finds is what the step before has left
         for op in graph.ordinary:
             reads = read_order(graph.ops[op])
-            if turn:
+            if lap:
                 found[op] = tuple(now - touched.get(storages[value], now - step) for value in reads)
             now += moved[op]
             if graph.ops[op].target not in UNWRITTEN:

@@ -1,4 +1,4 @@
-"""Recurrent models whose loop over time is written in Python, so that each moment is a node of the graph."""
+"""Recurrent models whose loop over time is written in Python, so that each time step is a node of the graph."""
 
 import math
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from lowtide.models.steps import Recipe, classify_each, match_last_outputs
 
 def lstm_cell(
     *,
-    length: Annotated[Count, "moments in a sequence"] = 200,
+    length: Annotated[Count, "time steps in a sequence"] = 200,
     width: Annotated[Count, "units of the cell and numbers in one input"] = 256,
     loss: Annotated[Literal["each", "end"], "compare each output with a target, or only the last"] = "each",
     batch: Annotated[Count, "sequences in a batch"] = 64,
@@ -26,7 +26,7 @@ def lstm_cell(
 
 
 class UnrolledCell(nn.Module):
-    """A cell that is run once for each moment; the outputs are a list.
+    """A cell that is run once for each time step; the outputs are a list.
 
     Its memory starts out as long as the sequence, as in Tallec and Ollivier 2018 (arXiv 1804.11188). Without
     that the gradient of the last output fades to denormal numbers, which take fifteen times as long.
@@ -43,8 +43,8 @@ class UnrolledCell(nn.Module):
     def forward(self, inputs: Tensor) -> list[Tensor]:
         outputs: list[Tensor] = []
         state: tuple[Tensor, Tensor] | None = None
-        for moment in inputs.unbind(1):
-            state = self.cell(moment, state)
+        for time_step in inputs.unbind(1):
+            state = self.cell(time_step, state)
             outputs.append(state[0])
         return outputs
 
@@ -53,8 +53,8 @@ def deep_rnn(
     *,
     layers: Annotated[Count, "recurrent layers"] = 16,
     width: Annotated[Count, "units in each layer and numbers in one input"] = 256,
-    length: Annotated[Count, "moments in a sequence"] = 50,
-    classes: Annotated[Count, "labels to tell apart at each moment"] = 29,
+    length: Annotated[Count, "time steps in a sequence"] = 50,
+    classes: Annotated[Count, "labels to tell apart at each time step"] = 29,
     batch: Annotated[Count, "sequences in a batch"] = 4,
 ) -> Recipe:
     """Deep residual RNN of Diamos et al. 2016, Persistent RNNs: many tanh layers, each added to its input."""
@@ -71,8 +71,8 @@ class ResidualRecurrence(nn.Module):
         self.recurrence = nn.Linear(width, width, bias=False)
 
     def forward(self, sequence: Tensor) -> Tensor:
-        moments = self.inputs(sequence).unbind(1)
-        states = [torch.tanh(moments[0])]
-        for moment in moments[1:]:
-            states.append(torch.tanh(moment + self.recurrence(states[-1])))
+        time_steps = self.inputs(sequence).unbind(1)
+        states = [torch.tanh(time_steps[0])]
+        for time_step in time_steps[1:]:
+            states.append(torch.tanh(time_step + self.recurrence(states[-1])))
         return sequence + torch.stack(states, dim=1)

@@ -22,7 +22,7 @@ LIMIT = 0.005  # of the metered peak; what the prediction may be off by
 class Prediction:
     """Predicted and metered peaks of a step, in bytes: of its program, and of eager PyTorch."""
 
-    stays: int
+    persistent: int
     predicted_peak: int
     metered_peak: int
     eager_predicted_peak: int
@@ -59,7 +59,7 @@ def compare(captured: Captured, costs: Costs, example: tuple[Any, ...]) -> Predi
     program = keep_everything(graph)
     runner = execute(captured, program)
     return Prediction(
-        stays=costs.stays(graph),
+        persistent=costs.persistent(graph),
         predicted_peak=simulate(graph, costs, program).peak,
         metered_peak=metered_peak(captured, costs, lambda: runner(*example)),
         eager_predicted_peak=simulate(graph, costs, as_eager(graph)).peak,

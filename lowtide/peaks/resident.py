@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def now() -> int | None:
-    """What is resident at this moment, where the system says so."""
+    """What is resident now, where the system says so."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

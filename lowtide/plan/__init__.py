@@ -12,7 +12,8 @@ from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
-from lowtide.plan.planning import BEST, METHODS, OFFLOAD, TIME_LIMIT, Planning, Progress
+from lowtide.plan.planning import BEST, METHODS, OFFLOAD, Planning, Progress
+from lowtide.plan.settings import TIME_LIMIT
 from lowtide.program import Plan
 
 __all__ = [

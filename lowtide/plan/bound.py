@@ -20,13 +20,14 @@ from scipy.sparse import csr_array
 
 from lowtide.plan.gate import Cut, Gate, Web
 from lowtide.plan.problem import Floats, Ints
-
-SCREENED = 200  # gates that are tried at one price
-SEARCHED = 6  # of these, gates whose best price is looked for
-TINY = 1e-3  # of the budget: smaller values are taken as kept for nothing
-ROOM = 60_000  # variables of a joint program that is worth trying
-CANDIDATES = 16  # gates that may join another
-JOINED = (2, 3, 5)  # gates together whose program is solved in whole numbers
+from lowtide.plan.settings import (
+    GATES_JOINING,
+    GATES_SCREENED,
+    GATES_SEARCHED,
+    GATES_TOGETHER,
+    JOINT_VARIABLES,
+    TINY_VALUE,
+)
 
 
 def gates(web: Web, order: Ints) -> list[Gate]:
@@ -36,19 +37,19 @@ def gates(web: Web, order: Ints) -> list[Gate]:
     rest = [Gate(web, int(op)) for op in order[begin:] if graph.ops[op].phase != "forward"]
     if not rest:
         return []
-    parts = np.array_split(np.arange(1, len(rest)), min(SCREENED, max(1, len(rest) - 1)))
+    parts = np.array_split(np.arange(1, len(rest)), min(GATES_SCREENED, max(1, len(rest) - 1)))
     return [rest[0], *(rest[max(part, key=lambda k: rest[k].work)] for part in parts if len(part))]
 
 
 def bound_alone(candidates: list[Gate], budget: int) -> tuple[float, Gate | None]:
-    """The best bound of one gate, within `budget` bytes beside those that stay, and the gate."""
+    """The best bound of one gate, within `budget` bytes beside the persistent ones, and the gate."""
     if not candidates:
         return 0.0, None
     first = candidates[0]
     _, cuts = first.search(max(budget, first.work))
     price = _price(cuts, budget - first.work)
     promise = {gate: gate.promise(price, budget) for gate in candidates}
-    likely = sorted(candidates, key=lambda gate: -promise[gate])[:SEARCHED]
+    likely = sorted(candidates, key=lambda gate: -promise[gate])[:GATES_SEARCHED]
     found = [(gate.search(budget)[0], gate) for gate in dict.fromkeys((first, *likely))]
     return max(found, key=lambda pair: pair[0])
 
@@ -60,11 +61,11 @@ def bound_together(
     path = _path(candidates, first)
     others = _spread(path, first, budget)
     chosen, best = [first], known
-    while others and len(chosen) < JOINED[-1] and best < enough and time.monotonic() < until:
+    while others and len(chosen) < GATES_TOGETHER[-1] and best < enough and time.monotonic() < until:
         tried = []
         for gate in others:
             program = Stages(sorted((*chosen, gate), key=path.index), budget)
-            if program.variables > ROOM or time.monotonic() > until:
+            if program.variables > JOINT_VARIABLES or time.monotonic() > until:
                 break
             tried.append((program.solve(relaxed=True, seconds=until - time.monotonic()), gate))
         if not tried:
@@ -72,7 +73,7 @@ def bound_together(
         value, gate = max(tried, key=lambda pair: pair[0])
         chosen, best = [*chosen, gate], max(best, value)
         others = [other for other in others if other is not gate]
-        if (len(chosen) in JOINED or not others) and time.monotonic() < until:
+        if (len(chosen) in GATES_TOGETHER or not others) and time.monotonic() < until:
             program = Stages(sorted(chosen, key=path.index), budget)
             best = max(best, program.solve(relaxed=False, seconds=until - time.monotonic()))
     return best
@@ -101,7 +102,7 @@ def _path(candidates: list[Gate], through: Gate) -> list[Gate]:
 def _spread(path: list[Gate], first: Gate, budget: int) -> list[Gate]:
     """From each part of the path the gate that works with the most bytes."""
     others = [gate for gate in path if gate is not first and gate.work <= budget]
-    parts = np.array_split(np.arange(len(others)), min(CANDIDATES, max(1, len(others))))
+    parts = np.array_split(np.arange(len(others)), min(GATES_JOINING, max(1, len(others))))
     return [others[max(part, key=lambda k: others[k].work)] for part in parts if len(part)]
 
 
@@ -119,7 +120,7 @@ class Stages:
         web = path[0].web
         problem = replace(web.problem, nbytes=web.least)
         self.problem, self.last = problem, len(path)
-        large = (problem.nbytes > TINY * budget) & (problem.maker >= 0) & web.runs[problem.maker]
+        large = (problem.nbytes > TINY_VALUE * budget) & (problem.maker >= 0) & web.runs[problem.maker]
         self.values = np.flatnonzero(large)
         self.ops = np.unique(problem.maker[self.values])
         self.value_number = _numbers(self.values, len(large))
@@ -188,11 +189,11 @@ class Stages:
         nbytes = self.problem.nbytes[self.values] / self.budget
         for stage, gate in enumerate(self.path):
             arguments = int(self.problem.nbytes[self.values[self.read[self.reader == gate.op]]].sum())
-            extra = self.on[stage] != self.held[stage]
-            columns = np.concatenate((self.held[stage], self.on[stage, extra]))
-            weights = np.concatenate((nbytes, nbytes[extra]))
+            apart = self.on[stage] != self.held[stage]
+            columns = np.concatenate((self.held[stage], self.on[stage, apart]))
+            weights = np.concatenate((nbytes, nbytes[apart]))
             rows.add(columns[None], weights[None], -np.inf, 1 - (gate.work - arguments) / self.budget)
-            rows.less(self.on[stage, extra], [self.held[stage, extra]])
+            rows.less(self.on[stage, apart], [self.held[stage, apart]])
 
     def _presence(self, rows: _Rows) -> None:
         """What is read in a stage or held at its end was held at its beginning or is made in it."""

@@ -205,7 +205,7 @@ class _Wider:
             nbytes=_longer(base.nbytes, [0] * tokens),
             maker=_longer(maker, self.makers),
             killer=_longer(base.killer, [-1] * tokens),
-            extra=_longer(base.extra, [0] * more),
+            temporaries=_longer(base.temporaries, [0] * more),
             seconds=_longer(base.seconds, taken),
             table=tabled(self.rows, values + tokens),
             required=_longer(_on_device(base), self.needed),

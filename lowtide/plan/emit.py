@@ -48,7 +48,7 @@ def emit(problem: Problem, sequence: Ints) -> Program:
 def _at_the_end(graph: Graph) -> set[int]:
     """The values that are on the device at the end."""
     inputs = {item.value for item in graph.inputs}
-    given_up = {item.value for item in graph.inputs if not item.stays} - graph.required
+    given_up = {item.value for item in graph.inputs if not item.persistent} - graph.required
     return {value for value in graph.required | (inputs - given_up) if graph.home[value] == "device"}
 
 

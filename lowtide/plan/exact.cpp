@@ -5,6 +5,7 @@
 // needs others. Seen from the end, what is alive at a run is known, and so are its bytes.
 
 #include "doors.hpp"
+#include "settings.hpp"
 
 #include <algorithm>
 #include <array>
@@ -65,7 +66,6 @@ bool fits(const Game &g) {
 }
 
 constexpr Int NOTHING_FITS = -1, GAVE_UP = -2;
-constexpr std::size_t MOST_FEEDERS = 6;
 constexpr Int MOST_STATES = 1 << 30;  // numbered with 32 bits
 using Clock = std::chrono::steady_clock;
 

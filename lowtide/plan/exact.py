@@ -4,7 +4,7 @@ A* (Hart, Nilsson and Raphael 1968) from the end of the step to its start, over 
 end, what is alive at a run is known, so there is nothing to decide but which op ran last, and never what to free. What
 must still run at least once is the estimate of what is left. Everything that the judge allows is tried: any order, any
 repeated run, results on dying arguments, optional ops, leaving out what nothing needs; saved states of the random
-generator are counted. Only inputs that a step uses up count as staying. States grow exponentially with what may be
+generator are counted. Only inputs that a step uses up count as persistent. States grow exponentially with what may be
 worth recomputing: up to 24 ops take milliseconds, 50 to 60 mostly less than a second.
 """
 
@@ -24,12 +24,11 @@ from lowtide import native
 from lowtide.graph import Graph
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REAL, Ints, Problem, ints
+from lowtide.plan.settings import EXACT_LONGEST, EXACT_STATES
 
 SOURCE = Path(__file__).with_name("exact.cpp")
-LIMIT = 1_000_000  # states, of about 100 bytes each
 TICKS = 1e12  # of cost, for all seconds of the step
 WORDS = (1, 2, 4, 8)  # the sizes of sets that are compiled, in 64 bits
-LONGEST = 64  # a sequence has at most this many times the ops of the graph
 
 WORD = ctypes.POINTER(ctypes.c_uint64)
 
@@ -71,22 +70,22 @@ class Least:
     """What is known about the peaks of all sequences."""
 
     sequence: Ints | None  # one with the least peak; None: it was not found
-    peak: int  # bytes, with those that stay; no sequence has less
+    peak: int  # bytes, with the persistent ones; no sequence has less
     proven: bool  # whether the search came to its end
 
 
-def exact(problem: Problem, budget: int, *, limit: int = LIMIT, seconds: float = math.inf) -> Exact:
+def exact(problem: Problem, budget: int, *, limit: int = EXACT_STATES, seconds: float = math.inf) -> Exact:
     """The quickest of all sequences within the budget; gives up after `limit` states or so many seconds."""
-    found = _search(problem, budget - problem.stays, limit, seconds, peak_only=False)
+    found = _search(problem, budget - problem.persistent, limit, seconds, peak_only=False)
     if found.sequence is not None:
         return Exact(found.sequence, problem.time(found.sequence), True, found.states)
     return Exact(None, math.inf if found.ended else found.cost / _rate(problem), found.ended, found.states)
 
 
-def least_peak(problem: Problem, *, limit: int = LIMIT, seconds: float = math.inf) -> Least:
+def least_peak(problem: Problem, *, limit: int = EXACT_STATES, seconds: float = math.inf) -> Least:
     """The least peak of all sequences, whatever time they take."""
     found = _search(problem, 0, limit, seconds, peak_only=True)
-    return Least(found.sequence, problem.stays + found.cost, found.ended)
+    return Least(found.sequence, problem.persistent + found.cost, found.ended)
 
 
 def useful(problem: Problem) -> list[int]:
@@ -125,7 +124,7 @@ def _search(problem: Problem, budget: int, limit: int, seconds: float, *, peak_o
     game, inner = Game(problem), library()
     if inner is None or game.words > WORDS[-1]:
         return _Found(None, False, 0, 0)
-    sequence, answer = np.zeros(LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
+    sequence, answer = np.zeros(EXACT_LONGEST * max(1, len(game.ops)), np.int64), np.zeros(2, np.int64)
     length = answered(
         inner.lowtide_exact(
             game.struct(), budget, limit, seconds, peak_only, ints(sequence), len(sequence), ints(answer)
@@ -215,7 +214,11 @@ class Game:
         problem, graph = self.problem, self.problem.graph
         place = {op: number for number, op in enumerate(self.ops)}
         ticks = (problem.seconds * _rate(problem)).astype(np.int64)
-        sizes = {"value": problem.nbytes, "flag": 0 * problem.extra, "state": 0 * problem.extra + graph.generator_bytes}
+        sizes = {
+            "value": problem.nbytes,
+            "flag": 0 * problem.temporaries,
+            "state": 0 * problem.temporaries + graph.generator_bytes,
+        }
         pairs = [pair for move in self.moves for pair in move.pairs]
         numbers = [
             [place[move.op] for move in self.moves],

@@ -1,7 +1,7 @@
 """Cuts at one op: sets to hold while it runs, as starts for the search and as bounds that no plan can beat.
 
 When an op runs for the first time, everything that it depends on has run, and nothing that depends on it has. Every
-plan holds some set of values at that moment, within the budget less what the op itself works with; what later ops read
+plan holds some set of values at that point, within the budget less what the op itself works with; what later ops read
 beyond that set runs again. Seconds of recomputation plus a price for each byte held is least on a minimum cut. The best
 price gives a lower bound (Lagrange), and the cuts at several prices give good sets to keep.
 """
@@ -101,7 +101,7 @@ class Web:
 
 
 class Gate:
-    """The moment when one op runs for the first time."""
+    """The point at which one op runs for the first time."""
 
     def __init__(self, web: Web, op: int) -> None:
         self.web, self.op = web, op

@@ -25,7 +25,7 @@ def floor(problem: Problem) -> tuple[int, int]:
         held = int(problem.nbytes[reads].sum() + problem.nbytes[makes].sum()) - saved
         needs[op] = held + costs.fewest_temporaries(op)
     largest = max(needs, key=needs.__getitem__)
-    return problem.stays + needs[largest], largest
+    return problem.persistent + needs[largest], largest
 
 
 def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") -> BudgetError:
@@ -35,14 +35,14 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
     item = graph.ops[op]
     values = dict.fromkeys((*graph.reads[op], *item.makes))
     rows = [f"  {costs.nbytes[value]:>14,} B  {graph.show(value)}" for value in _largest(values, costs.nbytes)]
-    if inside := costs.fewest_temporaries(op):
-        rows.append(f"  {inside:>14,} B  temporaries inside the op")
+    if temporaries := costs.fewest_temporaries(op):
+        rows.append(f"  {temporaries:>14,} B  temporaries inside the op")
     where = " ".join(filter(None, (item.module, item.source)))
     copies = bool(problem.copies.moves) and costs.staging
     through = f", with the {costs.staging:,} that copies go through where there are any" if copies else ""
     who = "no plan found" if method == "lowtide" else f"{method} finds no plan"
     return BudgetError(
-        f"{who} within {budget:,} bytes, of which {problem.stays:,} stay between steps.\n"
+        f"{who} within {budget:,} bytes, of which {problem.persistent:,} persist between steps.\n"
         f"No step can do with less than {least_possible:,}: {item.name} ({where}) needs these together:\n"
         + "\n".join(rows)
         + f"\nThe least peak that was reached is {least:,} bytes{through}.",

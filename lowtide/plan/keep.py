@@ -45,14 +45,14 @@ def _summed(graph: Graph, last: list[int], op: int) -> Pairs:
 
 def _in_order(graph: Graph, last: list[int], sums: Sequence[Pairs] | None = None) -> Program:
     """The captured order, each value freed after the op `last[value]` unless it stays or is written over there."""
-    staying = {item.value for item in graph.inputs if item.stays} | graph.required
+    persisting = {item.value for item in graph.inputs if item.persistent} | graph.required
     over = [tuple(pair for pair in graph.ops[op].updates if last[pair[1]] <= op) for op in graph.ordinary]
     for op, pairs in enumerate(sums or ()):
-        over[op] += tuple(pair for pair in pairs if pair[1] not in staying)
+        over[op] += tuple(pair for pair in pairs if pair[1] not in persisting)
     overwritten = {old for pairs in over for _, old in pairs}
     made = {value for op in graph.ordinary for value in graph.makes[op]} | {item.value for item in graph.inputs}
     freed: list[list[int]] = [[] for _ in graph.ordinary]
-    for value in sorted(made - staying - overwritten):
+    for value in sorted(made - persisting - overwritten):
         freed[last[value]].append(value)
     instructions: list[Instruction] = []
     for op in graph.ordinary:

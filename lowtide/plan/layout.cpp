@@ -1,9 +1,10 @@
 // The inner loops of layout: first fit, and a search for offsets below a height.
 //
-// Think of time as the ground and of bytes as height: a buffer is a box over the moments of its life, and boxes are
+// Think of time as the ground and of bytes as height: a buffer is a box over the times of its life, and boxes are
 // piled so that none meets another. Times are half open: [first, last).
 
 #include "doors.hpp"
+#include "settings.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -15,11 +16,11 @@
 
 namespace {
 
-// Whether each box is there for a while, and not after so many moments.
-bool boxes(Int count, const Int *first, const Int *last, const Int *bytes, Int moments) {
-  if (count < 0 || moments < 0 || !within(first, count, 0, moments) || !within(bytes, count, 0, MOST)) return false;
+// Whether each box is there for a while, and not after so many times.
+bool boxes(Int count, const Int *first, const Int *last, const Int *bytes, Int times) {
+  if (count < 0 || times < 0 || !within(first, count, 0, times) || !within(bytes, count, 0, MOST)) return false;
   for (Int box = 0; box < count; ++box)
-    if (last[box] <= first[box] || last[box] > moments) return false;
+    if (last[box] <= first[box] || last[box] > times) return false;
   return true;
 }
 
@@ -28,7 +29,7 @@ struct Box { Int offset, end, first, last; };
 // The boxes that lie already, by offset; a second time for each stretch of time, so that short boxes look at few.
 class Pile {
  public:
-  explicit Pile(Int until) : width_(until / kStretches + 1), stretches_(kStretches) {}
+  explicit Pile(Int until) : width_(until / STRETCHES + 1), stretches_(STRETCHES) {}
 
   void add(const Box &box) {
     insert(all_, box);
@@ -48,7 +49,6 @@ class Pile {
   }
 
  private:
-  static constexpr Int kStretches = 64;
   Int width_;
   std::vector<Box> all_;
   std::vector<std::vector<Box>> stretches_;
@@ -61,27 +61,27 @@ class Pile {
 
 // Depth-first search for a pile below a height, from the ground up.
 //
-// The skyline is how high the pile is at each moment. A valley is a run of moments of equal height between higher
-// ones. On a moment of a valley lies next a box that fits between its walls, or there is a hole; a hole is too deep
-// where what is still to come at that moment has no room above it. So each step takes the narrowest valley, and in it
-// the moment with the most to come, and tries the boxes that may lie there, the one of highest priority first.
+// The skyline is how high the pile is at each time. A valley is a run of times of equal height between higher
+// ones. On a time of a valley lies next a box that fits between its walls, or there is a hole; a hole is too deep
+// where what is still to come at that time has no room above it. So each step takes the narrowest valley, and in it
+// the time with the most to come, and tries the boxes that may lie there, the one of highest priority first.
 // Boxes that cannot lie on a dead end gain priority, for the rest of the search and for the next one.
 class Skyline {
  public:
-  Skyline(Int count, const Int *first, const Int *last, const Int *bytes, Int moments, Int height,
+  Skyline(Int count, const Int *first, const Int *last, const Int *bytes, Int times, Int height,
           const double *weight, Int *blamed)
-      : offset(count, -1), count_(count), moments_(moments), height_(height), first_(first), last_(last),
-        bytes_(bytes), weight_(weight), blamed_(blamed), top_(moments, 0), still_(moments, 0), starts_(moments + 1, 0),
+      : offset(count, -1), count_(count), times_(times), height_(height), first_(first), last_(last),
+        bytes_(bytes), weight_(weight), blamed_(blamed), top_(times, 0), still_(times, 0), starts_(times + 1, 0),
         starting_(count), before_(count + 1), after_(count + 1) {
     for (Int box = 0; box < count; ++box) {
       starts_[first[box] + 1]++;
       for (Int t = first[box]; t < last[box]; ++t) still_[t] += bytes[box];
     }
-    for (Int t = 0; t < moments; ++t) starts_[t + 1] += starts_[t];
+    for (Int t = 0; t < times; ++t) starts_[t + 1] += starts_[t];
     std::vector<Int> next(starts_.begin(), starts_.end() - 1);
     for (Int box = 0; box < count; ++box) starting_[next[first[box]]++] = box;
     for (Int box = 0; box <= count; ++box) before_[(box + 1) % (count + 1)] = box, after_[box] = (box + 1) % (count + 1);
-    note_valleys(0, moments);
+    note_valleys(0, times);
   }
 
   std::vector<Int> offset;  // of each box; -1 while it does not lie
@@ -115,40 +115,40 @@ class Skyline {
  private:
   struct Step {
     Int floor, wall;         // height of the valley, and of where a hole in it ends
-    Int moment;              // the one with the most to come
-    Int hole_from, hole_to;  // moments of the hole that is the last resort
+    Int time;                // the one with the most to come
+    Int hole_from, hole_to;  // times of the hole that is the last resort
     std::size_t begin, next; // of its choices, and the one to try next
     Int box = -1;            // that lies
     bool hole = false;       // is there
   };
 
-  const Int count_, moments_, height_;
+  const Int count_, times_, height_;
   const Int *first_, *last_, *bytes_;
   const double *weight_;
   Int *blamed_;
   std::vector<Int> top_;                // the skyline
-  std::vector<Int> still_;              // bytes still to come at each moment
-  std::vector<Int> starts_, starting_;  // moment -> boxes that start there
+  std::vector<Int> still_;              // bytes still to come at each time
+  std::vector<Int> starts_, starting_;  // time -> boxes that start there
   std::vector<Int> before_, after_;     // a ring of the boxes that do not lie, and of `count_`
   std::vector<Step> path_;
-  std::vector<Int> choices_, inside_, covers_;
-  using Valley = std::pair<Int, Int>;  // width and first moment
+  std::vector<Int> choices_, boxes_, covers_;
+  using Valley = std::pair<Int, Int>;  // width and first time
   std::priority_queue<Valley, std::vector<Valley>, std::greater<Valley>> valleys_;  // some are gone by now
 
-  // The run of moments with the skyline of this one, and whether it is a valley.
-  bool valley_at(Int moment, Int &left, Int &right) const {
-    left = moment, right = moment + 1;
-    while (left > 0 && still_[left - 1] && top_[left - 1] == top_[moment]) --left;
-    while (right < moments_ && still_[right] && top_[right] == top_[moment]) ++right;
-    return wall(left - 1) > top_[moment] && wall(right) > top_[moment];
+  // The run of times with the skyline of this one, and whether it is a valley.
+  bool valley_at(Int time, Int &left, Int &right) const {
+    left = time, right = time + 1;
+    while (left > 0 && still_[left - 1] && top_[left - 1] == top_[time]) --left;
+    while (right < times_ && still_[right] && top_[right] == top_[time]) ++right;
+    return wall(left - 1) > top_[time] && wall(right) > top_[time];
   }
 
-  Int wall(Int moment) const {
-    return moment < 0 || moment >= moments_ || !still_[moment] ? INT64_MAX : top_[moment];
+  Int wall(Int time) const {
+    return time < 0 || time >= times_ || !still_[time] ? INT64_MAX : top_[time];
   }
 
   void note_valleys(Int from, Int to) {
-    for (Int t = std::max<Int>(from - 1, 0); t < std::min(to + 1, moments_);) {
+    for (Int t = std::max<Int>(from - 1, 0); t < std::min(to + 1, times_);) {
       Int left = t, right = t + 1;
       if (still_[t] && valley_at(t, left, right)) valleys_.emplace(right - left, left);
       t = right;
@@ -174,22 +174,22 @@ class Skyline {
     const auto [width, left] = narrowest();
     const Int right = left + width;
     Step step{top_[left], std::min(wall(left - 1), wall(right)), left, 0, 0, choices_.size(), choices_.size()};
-    inside_.clear(), covers_.assign(width + 1, 0);
+    boxes_.clear(), covers_.assign(width + 1, 0);
     for (Int k = starts_[left]; k < starts_[right]; ++k) {
       const Int box = starting_[k];
       if (offset[box] >= 0 || last_[box] > right) continue;
-      inside_.push_back(box), covers_[first_[box] - left]++, covers_[last_[box] - left]--;
+      boxes_.push_back(box), covers_[first_[box] - left]++, covers_[last_[box] - left]--;
     }
     for (Int k = 1; k <= width; ++k) covers_[k] += covers_[k - 1];
     for (Int t = left + 1; t < right; ++t) {
-      const Int more = still_[t] - still_[step.moment];
-      if (more > 0 || (more == 0 && covers_[t - left] < covers_[step.moment - left])) step.moment = t;
+      const Int more = still_[t] - still_[step.time];
+      if (more > 0 || (more == 0 && covers_[t - left] < covers_[step.time - left])) step.time = t;
     }
-    step.hole_from = step.moment, step.hole_to = step.moment + 1;
-    for (Int box : inside_) {
-      if (first_[box] <= step.moment && step.moment < last_[box])
+    step.hole_from = step.time, step.hole_to = step.time + 1;
+    for (Int box : boxes_) {
+      if (first_[box] <= step.time && step.time < last_[box])
         choices_.push_back(box);
-      else if (covers_[step.moment - left])  // another box of the valley may carry one over the hole
+      else if (covers_[step.time - left])  // another box of the valley may carry one over the hole
         step.wall = std::min(step.wall, step.floor + bytes_[box]);
     }
     if (step.begin == choices_.size()) {
@@ -210,7 +210,7 @@ class Skyline {
     for (Int t = step.hole_from; t < step.hole_to && !deep; ++t) deep = step.wall + still_[t] > height_;
     if (deep && step.begin == choices_.size())
       for (Int box = after_[count_]; box != count_; box = after_[box])
-        if (first_[box] <= step.moment && step.moment < last_[box]) ++blamed_[box];
+        if (first_[box] <= step.time && step.time < last_[box]) ++blamed_[box];
     return deep;
   }
 
@@ -263,12 +263,12 @@ Int lowtide_first_fit(Int count, const Int *first, const Int *last, const Int *b
 }
 
 // Offsets below a height, within so many steps: 1 if they are found, -1 if there are none, 0 if neither is known.
-Int lowtide_skyline(Int count, const Int *first, const Int *last, const Int *bytes, Int moments, Int height, Int steps,
+Int lowtide_skyline(Int count, const Int *first, const Int *last, const Int *bytes, Int times, Int height, Int steps,
                     const double *weight, Int *blamed, Int *offset) {
-  if (!boxes(count, first, last, bytes, moments) || !within(bytes, count, 1, MOST)) return REFUSED;
+  if (!boxes(count, first, last, bytes, times) || !within(bytes, count, 1, MOST)) return REFUSED;
   if (!finite(weight, count) || !within(blamed, count, 0, MOST)) return REFUSED;
   return answered([&]() -> Int {
-    Skyline skyline(count, first, last, bytes, moments, height, weight, blamed);
+    Skyline skyline(count, first, last, bytes, times, height, weight, blamed);
     const int found = skyline.run(steps);
     if (found == 1) std::copy(skyline.offset.begin(), skyline.offset.end(), offset);
     return found;

@@ -1,7 +1,7 @@
 """Layout: an offset in one arena for all that a program makes, so that blocks that are there together do not overlap.
 
 First fit, the largest first; where that leaves holes, a search that piles the blocks up below a height: the skyline of
-Burke, Kendall and Whitwell 2004, pruned by what is still to come at each moment as in MiniMalloc (Moffitt 2023), with
+Burke, Kendall and Whitwell 2004, pruned by what is still to come at each time as in MiniMalloc (Moffitt 2023), with
 restarts that put first what failed (squeaky wheel, Joslin and Clements 1999). It takes the program as it is: it
 moves no run, and undoes no in-place.
 """
@@ -25,6 +25,17 @@ from lowtide.graph import Graph
 from lowtide.lifetimes import BEFORE, OUTSIDE, Block, Lifetimes, lifetimes
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
+from lowtide.plan.settings import (
+    CLOSE_TO_LIVE,
+    LARGE_BUFFERS,
+    LAYOUT_HEIGHTS,
+    LAYOUT_NOISE,
+    LAYOUT_RESTART,
+    LAYOUT_STEPS,
+    MOVING_BLOCKS,
+    MOVING_PARTS,
+    NEAR_LIVE,
+)
 from lowtide.program import Copy, Instruction, Program, Run
 from lowtide.simulate import simulate
 
@@ -33,15 +44,6 @@ SIGNATURES: native.Signatures = {
     "lowtide_first_fit": ([INT, INTS, INTS, INTS, INTS, INT, INTS], INT),
     "lowtide_skyline": ([INT, INTS, INTS, INTS, INT, INT, INT, REALS, INTS, INTS], INT),
 }
-STEPS = 400_000  # of the search for one height: a second or less
-HEIGHTS = 6  # that are tried at most
-RESTART = 5  # steps for each buffer, after which the search begins anew
-LARGE = (0, 1e-4, 1e-2)  # of all live bytes: buffers above this are searched for, the others fill the holes
-NOISE = 0.5  # of the logarithm of a buffer's weight
-CLOSE = 1.01  # of the live bytes: good enough for an arena that has the room
-NEARLY = 1.001  # of the live bytes: good enough for blocks not to move out of the arena
-PARTS = tuple(part / 20 for part in range(20, 1, -1))  # of the arena, which are tried when blocks move out
-CANDIDATES = 32  # blocks that may move out, the largest at the peak
 
 
 def layout(
@@ -50,7 +52,7 @@ def layout(
     program: Program,
     *,
     limit: int | None = None,
-    steps: int = STEPS,
+    steps: int = LAYOUT_STEPS,
     until: float = math.inf,
     seed: int = 0,
 ) -> Program:
@@ -62,25 +64,25 @@ def layout(
     """
     if library() is None:
         return program
-    found = lifetimes(graph, program, costs.nbytes, costs.extra)
+    found = lifetimes(graph, program, costs.nbytes, costs.arena_temporaries)
     at = [OUTSIDE if _leaves(graph, block) else 0 for block in found.blocks]
     simulation = simulate(graph, costs, _placed(program, found, at, costs.alignment))
-    goal = limit if limit is not None else int(CLOSE * max(simulation.start, *simulation.live, 0))
+    goal = limit if limit is not None else int(CLOSE_TO_LIVE * max(simulation.start, *simulation.live, 0))
     outside = np.array(simulation.outside, np.int64)
-    moved, most = _move_out(graph, _inside(found, at), costs.alignment, simulation.start, outside, goal)
+    moved, most = _move_out(graph, _in_arena(found, at), costs.alignment, simulation.start, outside, goal)
     for number in moved:
         at[number] = OUTSIDE
-    inside = _inside(found, at)
-    buffers = _buffers(inside.values(), costs.alignment)
+    placed = _in_arena(found, at)
+    buffers = _buffers(placed.values(), costs.alignment)
     offsets = pack(buffers, enough=goal - most if limit is not None else 0, steps=steps, until=until, seed=seed)
-    for number, offset in zip(inside, offsets, strict=True):
+    for number, offset in zip(placed, offsets, strict=True):
         at[number] = int(offset)
     return _placed(program, found, at, buffers.top(offsets))
 
 
 # ---------------------------------------------------------------------------------------------- the blocks of a program
 
-Inside = dict[int, Block]  # the blocks in the arena, by their numbers
+Placed = dict[int, Block]  # the blocks in the arena, by their numbers
 
 
 def _leaves(graph: Graph, block: Block) -> bool:
@@ -105,7 +107,7 @@ def _outlives(graph: Graph, value: int) -> bool:
     return _lasting(graph, value) or (graph.home[value] == "device" and value in graph.required)
 
 
-def _inside(found: Lifetimes, at: list[int]) -> Inside:
+def _in_arena(found: Lifetimes, at: list[int]) -> Placed:
     return {number: block for number, block in enumerate(found.blocks) if at[number] != OUTSIDE}
 
 
@@ -131,30 +133,30 @@ def _buffers(blocks: Iterable[Block], step: int) -> Buffers:
     return Buffers(first, last, nbytes, step)
 
 
-def _move_out(graph: Graph, inside: Inside, step: int, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
+def _move_out(graph: Graph, placed: Placed, step: int, start: int, outside: Ints, goal: int) -> tuple[list[int], int]:
     """The blocks to move out of the arena where all is more than `goal` bytes, and the most that is outside then.
 
-    Bytes outside count while they are there, those of the arena always. So what stays after the step, such as a
+    Bytes outside count while they are there, those of the arena always. So what outlives the step, such as a
     gradient, would have its bytes to itself from the start, when activations could use them until it is made.
     """
-    buffers = _buffers(inside.values(), step)
+    buffers = _buffers(placed.values(), step)
     level = _level(buffers.first, buffers.last, buffers.nbytes, len(outside))
     most = max(start, int(outside.max(initial=0)))
     live = max(start, int((level + outside).max(initial=0)))
     best, moved = int(level.max(initial=0)) + most, list[int]()
-    if not inside or best <= NEARLY * live:
+    if not placed or best <= NEAR_LIVE * live:
         return [], most
-    goal = goal if goal >= live else int(NEARLY * live)
-    for part in PARTS:
+    goal = goal if goal >= live else int(NEAR_LIVE * live)
+    for part in MOVING_PARTS:
         if best <= goal:
             break
         chosen, kept, left = _divide(buffers, level, outside, int(part * max(0, goal - most)))
         if kept + max(start, left) < best:
             best, moved = kept + max(start, left), chosen
-    numbers = list(inside)
-    free = [number for number in (numbers[k] for k in moved) if not _away(graph, inside[number])]
+    numbers = list(placed)
+    free = [number for number in (numbers[k] for k in moved) if not _away(graph, placed[number])]
     for number in free:
-        outside[inside[number].first : inside[number].last + 1] += inside[number].nbytes
+        outside[placed[number].first : placed[number].last + 1] += placed[number].nbytes
     return free, max(start, int(outside.max(initial=0)))
 
 
@@ -169,7 +171,7 @@ def _divide(buffers: Buffers, level: Ints, outside: Ints, arena: int) -> tuple[l
     while level.max() > arena:
         now = level.argmax()
         there = np.flatnonzero((first <= now) & (now < last))
-        large = there[np.argsort(-nbytes[there], kind="stable")][:CANDIDATES].tolist()
+        large = there[np.argsort(-nbytes[there], kind="stable")][:MOVING_BLOCKS].tolist()
         most = int(outside.max())
         k = min(large, key=lambda k: max(most, outside_with(k)))
         level[first[k] : last[k]] -= nbytes[k]
@@ -201,14 +203,14 @@ class Buffers:
         return int((offsets + self.nbytes).max(initial=0))
 
     def only(self, chosen: Ints) -> Buffers:
-        """Some of them, with no more moments than it takes to tell which are alive together."""
+        """Some of them, with no more times than it takes to tell which are alive together."""
         first, last = self.first[chosen], self.last[chosen]
         starts = np.unique(first)
         first, last = np.searchsorted(starts, first), np.searchsorted(starts, last)
         ends = np.zeros(len(starts) + 1, np.int64)
-        ends[last] = 1  # a moment without an end after it holds no more than the next one
-        moment = np.concatenate(([0], np.cumsum(ends[1:])))
-        return Buffers(moment[first], moment[last], self.nbytes[chosen], self.alignment)
+        ends[last] = 1  # a time without an end after it holds no more than the next one
+        when = np.concatenate(([0], np.cumsum(ends[1:])))
+        return Buffers(when[first], when[last], self.nbytes[chosen], self.alignment)
 
 
 def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
@@ -219,7 +221,9 @@ def _level(first: Ints, last: Ints, nbytes: Ints, end: int) -> Ints:
     return change.cumsum()[:end]
 
 
-def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float = math.inf, seed: int = 0) -> Ints:
+def pack(
+    buffers: Buffers, *, enough: int = 0, steps: int = LAYOUT_STEPS, until: float = math.inf, seed: int = 0
+) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
     low = live = buffers.live
     step = buffers.alignment
@@ -227,9 +231,9 @@ def pack(buffers: Buffers, *, enough: int = 0, steps: int = STEPS, until: float 
     best = first_fit(buffers, by_size)
     ways = list(_ways(buffers, by_size, live))
     chance = np.random.default_rng(seed)
-    for attempt in range(HEIGHTS):
+    for attempt in range(LAYOUT_HEIGHTS):
         top = buffers.top(best)
-        if top <= max(low, enough if attempt else min(enough, int(CLOSE * live))):
+        if top <= max(low, enough if attempt else min(enough, int(CLOSE_TO_LIVE * live))):
             break
         height = (low + top) // 2 // step * step if attempt else live
         if attempt and low < enough < top:
@@ -256,7 +260,7 @@ class _Way:
 def _ways(buffers: Buffers, by_size: Ints, live: int) -> Iterator[_Way]:
     """Large and small buffers apart, or all at once; the long ones first, or the large ones, or both."""
     sizes = set()
-    for part in LARGE:
+    for part in LARGE_BUFFERS:
         large = buffers.nbytes[by_size] > part * live
         chosen, others = by_size[large], by_size[~large]
         if not len(chosen) or len(chosen) in sizes:
@@ -277,8 +281,8 @@ def _below(
         way = ways[number % len(ways)]
         if steps <= 0 or time.monotonic() > until:
             break
-        noise = NOISE * (chance.random(len(way.chosen)) - 0.5) * (number >= len(ways))
-        restart = RESTART * len(way.chosen)
+        noise = LAYOUT_NOISE * (chance.random(len(way.chosen)) - 0.5) * (number >= len(ways))
+        restart = LAYOUT_RESTART * len(way.chosen)
         state, piled = skyline(way.boxes, height, way.weight * np.exp(noise), way.blamed, steps=restart)
         if state < 0:
             break  # there is no such pile
@@ -319,13 +323,13 @@ def first_fit(buffers: Buffers, order: Ints, offsets: Ints | None = None) -> Int
 def skyline(buffers: Buffers, height: int, weight: Floats, blamed: Ints, *, steps: int) -> tuple[int, Ints]:
     """Search for offsets below a height: 1 and the offsets, 0 if the steps were too few, -1 if there are none.
 
-    The height is at least that of the live bytes, and the times are moments as `only` counts them.
+    The height is at least that of the live bytes, and the times are as `only` counts them.
 
     Where there is a choice, the buffer with the most weight times blame comes first; those that could not be placed at
     a dead end are blamed.
     """
     offsets = np.full(len(buffers.nbytes), -1, np.int64)
-    count, moments = len(offsets), int(buffers.last.max(initial=0))
+    count, times = len(offsets), int(buffers.last.max(initial=0))
     boxes = (ints(array, count) for array in (buffers.first, buffers.last, buffers.nbytes))
     arrays = (reals(weight, count), ints(blamed, count), ints(offsets))
-    return answered(_loaded().lowtide_skyline(count, *boxes, moments, height, steps, *arrays)), offsets
+    return answered(_loaded().lowtide_skyline(count, *boxes, times, height, steps, *arrays)), offsets

@@ -38,7 +38,7 @@ struct Profile {
     }
     Int now = 0, peak = 0;
     for (Int place = 0; place < length; ++place) {
-      bytes[place] = now + made[place] - saved[place] + g.extra[sequence[place]];
+      bytes[place] = now + made[place] - saved[place] + g.temporaries[sequence[place]];
       peak = std::max(peak, bytes[place]);
       now += change[place];
     }

@@ -19,17 +19,20 @@ import numpy.typing as npt
 
 from lowtide.errors import BudgetError, UsageError
 from lowtide.plan.classics.chain import Action, Backward, Forward, Keep, advance
+from lowtide.plan.settings import (
+    CELLS_A_STATE,
+    COARSE_LENGTHS,
+    EXACT_LENGTH,
+    FINE_LENGTHS,
+    TABLE_LEVELS,
+    TABLE_ROUND,
+    TABLE_WORK,
+)
 
 Counts = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64] | slice
 
 NEVER = 10**9  # forwards; two of them and a length still fit into 32 bits
-EXACT = 1200  # moments; longer loops are split at multiples of a block only
-FINE, COARSE = 400, 400  # of a longer loop: the lengths of which each is in the table, and the others, at most
-ROUND = 100  # tables serve all lengths up to a multiple of this
-WORK = 4e8  # additions for a table: some tenths of a second
-MOST_LEVELS = 4000
-MANY = 10  # cells that are kept for each state that is stored, where there is so much room that a grid is needed
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,26 @@ class Sizes:
     between: int  # of the state between two cells, what one of them saves or both
 
     @property
-    def inside(self) -> int:
+    def internals(self) -> int:
         """What a cell saves besides its states."""
         return self.cell - self.before - self.after
 
     def plain(self, length: int) -> int:
         """What the plain loop saves."""
-        return length * self.inside + (length - 1) * self.between + self.after
+        return length * self.internals + (length - 1) * self.between + self.after
 
     def least(self, length: int) -> int:
         """The smallest budget that can be planned."""
         if length == 1:
-            return self.inside + self.after
-        return self.cell if length <= EXACT else self.cell + self.state
+            return self.internals + self.after
+        return self.cell if length <= EXACT_LENGTH else self.cell + self.state
 
 
 @dataclass(frozen=True)
 class LoopPlan:
     """A schedule and what it promises."""
 
-    length: int  # moments
+    length: int  # time steps
     sizes: Sizes
     budget: int | None  # bytes; None: no limit
     nbytes: int  # the most that it holds
@@ -84,11 +87,11 @@ def usual(state: int, cell: int) -> Sizes:
 def plan_loop(length: int, sizes: Sizes, budget: int | None = None) -> LoopPlan:
     """The schedule with the fewest forwards within the budget; without one nothing runs twice.
 
-    Exact up to `EXACT` moments where the amounts that can be left of the budget are few enough to be listed; otherwise
-    what is left is rounded down to a grid. A plan never exceeds its budget.
+    Exact up to `EXACT_LENGTH` time steps where the amounts that can be left of the budget are few enough to be listed;
+    otherwise what is left is rounded down to a grid. A plan never exceeds its budget.
     """
     if length < 1:
-        raise UsageError(f"a loop of {length} moments can't be planned.", hint="give at least one moment.")
+        raise UsageError(f"a loop of {length} time steps can't be planned.", hint="give at least one time step.")
     prices = _prices(sizes)
     if budget is None or budget >= prices.cell + (length - 1) * prices.cell_after:
         actions: list[Action] = [Forward(step, "internals") for step in range(length)]
@@ -96,7 +99,7 @@ def plan_loop(length: int, sizes: Sizes, budget: int | None = None) -> LoopPlan:
     else:
         if budget < sizes.least(length):
             raise _too_small(length, sizes, budget)
-        rows = min(EXACT, -(-length // ROUND) * ROUND) if length <= EXACT else length
+        rows = min(EXACT_LENGTH, -(-length // TABLE_ROUND) * TABLE_ROUND) if length <= EXACT_LENGTH else length
         table = _table(prices, budget, rows)
         if table.forwards(length) >= NEVER:
             raise _too_small(length, sizes, budget)
@@ -108,8 +111,8 @@ def plan_loop(length: int, sizes: Sizes, budget: int | None = None) -> LoopPlan:
 def _too_small(length: int, sizes: Sizes, budget: int) -> BudgetError:
     least = sizes.least(length)
     return BudgetError(
-        f"{budget:,} bytes are too few for a loop of {length:,} moments: one cell saves {sizes.cell:,} bytes for its "
-        f"backward, and a state has {sizes.state:,}.",
+        f"{budget:,} bytes are too few for a loop of {length:,} time steps: one cell saves {sizes.cell:,} bytes for "
+        f"its backward, and a state has {sizes.state:,}.",
         hint=f"give at least {least:,} bytes; the plain loop saves {sizes.plain(length):,}.",
         least=least,
     )
@@ -138,12 +141,12 @@ def _most(sizes: Sizes, actions: Iterable[Action]) -> int:
         if isinstance(action, Backward):
             kept.remove(step)
             stored.discard(step)
-            now -= sizes.inside
+            now -= sizes.internals
         elif action.keep == "input":
             stored.add(step)
         else:
             kept.add(step)
-            now += sizes.inside
+            now += sizes.internals
         now += around(step) + around(step + 1)
         most = max(most, now)
     return most
@@ -164,7 +167,7 @@ class _Prices:
 
 
 def _prices(sizes: Sizes) -> _Prices:
-    cell = sizes.inside + sizes.after
+    cell = sizes.internals + sizes.after
     return _Prices(
         state=sizes.state,
         cell=cell,
@@ -184,8 +187,8 @@ class _Table:
 
     def __init__(self, prices: _Prices, room: int, longest: int, levels: list[int]) -> None:
         self.prices, self.room, self.levels = prices, room, levels
-        self.block = 1 if longest <= EXACT else -(-longest // COARSE)
-        fine = longest if longest <= EXACT else FINE
+        self.block = 1 if longest <= EXACT_LENGTH else -(-longest // COARSE_LENGTHS)
+        fine = longest if longest <= EXACT_LENGTH else FINE_LENGTHS
         self.lengths = [*range(fine + 1), *(n for n in range(fine + 1, longest + 1) if self._coarse(n, longest))]
         self.row = {length: row for row, length in enumerate(self.lengths)}
         self.fine = fine
@@ -302,7 +305,7 @@ class _Table:
         return actions
 
     def _best(self, length: int, level: int) -> tuple[Keep, int]:
-        """What to keep, and after how many moments, with the fewest forwards."""
+        """What to keep, and after how many time steps, with the fewest forwards."""
         options: list[tuple[int, Keep, int]] = []
         for keep in self._splits():
             left, costs = self._split_costs(length, keep, level)
@@ -315,8 +318,8 @@ class _Table:
 
 @lru_cache(maxsize=8)
 def _table(prices: _Prices, room: int, longest: int) -> _Table:
-    rows = longest if longest <= EXACT else FINE + COARSE
-    most = int(min(MOST_LEVELS, WORK / max(1, rows * rows // 2)))
+    rows = longest if longest <= EXACT_LENGTH else FINE_LENGTHS + COARSE_LENGTHS
+    most = int(min(TABLE_LEVELS, TABLE_WORK / max(1, rows * rows // 2)))
     return _Table(prices, room, longest, _levels(prices, room, most))
 
 
@@ -337,7 +340,7 @@ def _levels(prices: _Prices, room: int, most: int) -> list[int]:
         return sorted(found)
     finest = -(-room // most)
     units = {finest, *(-(-charge // parts) for charge in charges for parts in range(1, charge // finest + 1))}
-    often = [*charges, *[prices.cell_after] * MANY]
+    often = [*charges, *[prices.cell_after] * CELLS_A_STATE]
     unit = min(units, key=lambda unit: (sum(-charge % unit for charge in often), unit))
     ends = {room - charge for charge in charges if charge <= room}
     return sorted({0} | set(range(room, -1, -unit)) | ends)

@@ -19,23 +19,20 @@ from lowtide.graph import Graph, Op, Output, Read, Value
 from lowtide.plan.in_place import paired
 from lowtide.plan.problem import Ints, Problem
 from lowtide.plan.problem import problem as problem_of
-
-ROUNDS = 200  # windows
-STATES = 5_000  # in one window
-LARGE = 8_000  # ops: beyond it an order is made greedily, and not improved
+from lowtide.plan.settings import LARGEST_IMPROVED, WINDOW_STATES, WINDOWS_IMPROVED
 
 Key = Callable[[int, int, int], tuple[int, ...]]  # change in bytes, bytes needed, place in the start -> rank
 Segment = tuple[int, int, list[int]]  # the most bytes in use in a stretch of ops, the bytes after it, the ops
 
 
-def one_shot(problem: Problem, start: Ints, *, rounds: int = ROUNDS, until: float = math.inf) -> Ints:
+def one_shot(problem: Problem, start: Ints, *, rounds: int = WINDOWS_IMPROVED, until: float = math.inf) -> Ints:
     """The ops of `start` in the order with the least peak that is found in so many windows or until the clock says."""
     board = Board(problem, start)
     order = by_tree(board)
     if order is None:
         orders = [list(range(len(board.ops))), least_change(board), free_first(board), by_need(board)]
         orders.sort(key=board.peak)
-        if len(board.ops) <= LARGE:
+        if len(board.ops) <= LARGEST_IMPROVED:
             floor = least(board)
             for number, given in enumerate(orders):
                 orders[number], proven = improve(board, given, floor=floor, rounds=rounds, until=until)
@@ -68,18 +65,18 @@ class Board:
         self.ops = [int(op) for op in start]
         place = {op: number for number, op in enumerate(self.ops)}
         self.bytes = problem.nbytes.tolist()
-        self.stays = problem.required.astype(bool).tolist()  # values that outlive the step
+        self.required = problem.required.astype(bool).tolist()  # values that outlive the step
         reads = [problem.reads[problem.read_start[op] : problem.read_start[op + 1]].tolist() for op in self.ops]
         self.reads = [[value for value in row if problem.maker[value] >= 0] for row in reads]
         self.makes = [problem.makes[problem.make_start[op] : problem.make_start[op + 1]].tolist() for op in self.ops]
         self.pairs = [problem.over_rows[op] for op in self.ops]
-        self.extra = problem.extra[self.ops].tolist()
+        self.temporaries = problem.temporaries[self.ops].tolist()
         self.readers: list[list[int]] = [[] for _ in self.bytes]
         for number, row in enumerate(self.reads):
             for value in row:
                 self.readers[value].append(number)
         self.keeps = [  # bytes that each op leaves behind for others
-            sum(self.bytes[value] for value in row if self.readers[value] or self.stays[value]) for row in self.makes
+            sum(self.bytes[value] for value in row if self.readers[value] or self.required[value]) for row in self.makes
         ]
         self.before = [{place[other] for other in graph.waits[op] if other in place} for op in self.ops]
         self.after: list[list[int]] = [[] for _ in self.ops]
@@ -105,16 +102,16 @@ class Board:
 
     def dying(self, number: int, left: list[int]) -> list[int]:
         """The arguments that nobody needs after a run, given how many readers each value still has."""
-        return [value for value in self.reads[number] if left[value] == 1 and not self.stays[value]]
+        return [value for value in self.reads[number] if left[value] == 1 and not self.required[value]]
 
     def mortal(self, number: int) -> list[int]:
         """The arguments that can die in a run."""
-        return [value for value in self.reads[number] if not self.stays[value]]
+        return [value for value in self.reads[number] if not self.required[value]]
 
     def step(self, number: int, dying: list[int]) -> tuple[int, int]:
         """The bytes that a run needs besides what is there, and how many more are there after it."""
         onto = dict(paired(self.pairs[number], dying))
-        need = self.extra[number] + sum(self.bytes[value] for value in self.makes[number] if value not in onto)
+        need = self.temporaries[number] + sum(self.bytes[value] for value in self.makes[number] if value not in onto)
         return need, self.keeps[number] - sum(self.bytes[value] for value in dying)
 
 
@@ -260,7 +257,15 @@ def improve(
 
 
 def downsets(
-    board: Board, order: list[int], low: int, high: int, *, held: int, most: int, floor: int = 0, limit: int = STATES
+    board: Board,
+    order: list[int],
+    low: int,
+    high: int,
+    *,
+    held: int,
+    most: int,
+    floor: int = 0,
+    limit: int = WINDOW_STATES,
 ) -> tuple[list[int] | None, bool]:
     """A window of an order, with the least peak if that is below `most`, and whether the search came to its end.
 
@@ -348,9 +353,9 @@ def least(board: Board) -> int:
     held = np.zeros(count, np.int64)
     maker = {value: number for number, made in enumerate(board.makes) for value in made}
     for value, number in maker.items():
-        if board.bytes[value] and (board.readers[value] or board.stays[value]):
+        if board.bytes[value] and (board.readers[value] or board.required[value]):
             until = np.bitwise_or.reduce([earlier[other] for other in board.readers[value]] or [earlier[number]])
-            there = later[number] if board.stays[value] else later[number] & until
+            there = later[number] if board.required[value] else later[number] & until
             held += np.int64(board.bytes[value]) * np.unpackbits(there, count=count, bitorder="little")
     for number in range(count):
         held[number] += board.step(number, board.mortal(number))[0] - board.keeps[number]

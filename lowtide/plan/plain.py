@@ -15,20 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lowtide.plan.in_place import paired
+from lowtide.plan.settings import PLAIN_LONGEST, PLAIN_LOOK, PLAIN_PLACE, PLAIN_ROUND, PLAIN_TRIAL, TOGETHER
 
 if TYPE_CHECKING:
     from lowtide.plan.problem import Flags, Floats, Ints, Problem
 
-SLOW = 40  # places of search.cpp that a place here counts as, in work
-ROUND = 1000  # places that a round of shaving counts as, besides those that it looks at
-LOOK = 10  # places that a look at what must run again counts as
-TRIAL = 50  # places that an attempt to drop a run counts as
-LONGEST = 3000  # runs that may be repeated to have one value again
-TOGETHER = 1.5  # times the least score: values up to here may go in one round
-
 
 def profile(problem: Problem, sequence: Ints) -> Ints:
-    """The bytes in use during each run, without those that stay."""
+    """The bytes in use during each run, without the persistent ones."""
     return Scene(problem, sequence).bytes
 
 
@@ -51,11 +45,11 @@ def shave(
     """
     while True:
         scene = Scene(problem, sequence)
-        work -= SLOW * len(sequence)
+        work -= PLAIN_PLACE * len(sequence)
         excess = int(scene.bytes.max(initial=0)) - budget
         if excess <= 0 or not len(sequence) or work[0] < 0 or problem.time(sequence) > most_seconds:
             break
-        work -= SLOW * (ROUND + 3 * len(sequence))
+        work -= PLAIN_PLACE * (PLAIN_ROUND + 3 * len(sequence))
         idle = scene.cheapest(budget, batch, penalty, weight, smallest, work)
         if not idle:
             break
@@ -69,7 +63,7 @@ def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int, work: In
     """Drop repeated runs, the slowest for their bytes first, while the profile stays within the budget."""
     for _ in range(passes):
         drops, candidates = Drops(Scene(problem, sequence), budget), _repeats(problem, sequence)
-        work -= SLOW * (len(sequence) + TRIAL * len(candidates))
+        work -= PLAIN_PLACE * (len(sequence) + PLAIN_TRIAL * len(candidates))
         for place in candidates:
             drops.drop(place)
         if drops.active.all():
@@ -123,7 +117,7 @@ class Scene:
         self.made = np.zeros(self.length, np.int64)  # bytes that each run makes
         np.add.at(self.made, makers, problem.nbytes[problem.makes[makes]])
         self.saved = self._saved()  # bytes of results that sit on dying arguments
-        self.bytes = self._held() + self.made - self.saved + problem.extra[sequence]
+        self.bytes = self._held() + self.made - self.saved + problem.temporaries[sequence]
 
     def needed(self, value: Ints, place: Ints) -> Flags:
         """Whether what these values are at these places is read there or later, or outlives the step."""
@@ -182,7 +176,7 @@ class Scene:
         ops = list(dict.fromkeys(problem.maker[wanted].tolist()))
         seen = set(ops)
         for op in ops:  # which grows on the way
-            if not problem.repeatable[op] or len(ops) > LONGEST:
+            if not problem.repeatable[op] or len(ops) > PLAIN_LONGEST:
                 return None
             for value in problem.read_rows[op]:
                 if self.there(value, place):
@@ -224,7 +218,7 @@ class Scene:
                 break
             value, to, area = int(values[k]), int(ends[k]), float(areas[k])
             ops = self.again([value], to)
-            work -= SLOW * (LOOK + len(ops or ()))
+            work -= PLAIN_PLACE * (PLAIN_LOOK + len(ops or ()))
             if ops is not None:
                 seconds = self._seconds(ops, value, to, budget, penalty, area)
                 found = sorted([*found, Idle(float(weight[value]) * seconds / area, value, to)])[:batch]
@@ -239,7 +233,7 @@ class Scene:
         widths = []
         for op in ops:
             lacking = [read for read in problem.read_rows[op] if not self.there(read, to)]
-            widths.append(int(problem.extra[op] + problem.nbytes[problem.make_rows[op] + lacking].sum()))
+            widths.append(int(problem.temporaries[op] + problem.nbytes[problem.make_rows[op] + lacking].sum()))
         excess = int(self.bytes[to] - self.made[to] - problem.nbytes[value]) + max(widths) - budget
         return seconds * (1 + penalty * excess * len(ops) / area) if excess > 0 else seconds
 

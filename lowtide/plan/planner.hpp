@@ -8,6 +8,7 @@
 
 #include "clock.hpp"
 #include "lives.hpp"
+#include "settings.hpp"
 
 #include <deque>
 
@@ -92,7 +93,7 @@ struct Planner {
       if (chosen.empty()) break;
       Int freed = 0;
       std::size_t used = 0;
-      while (used < chosen.size() && freed < peak - budget && (used == 0 || chosen[used].score <= 1.5 * chosen[0].score))
+      while (used < chosen.size() && freed < peak - budget && (used == 0 || chosen[used].score <= TOGETHER * chosen[0].score))
         freed += g.bytes[chosen[used++].value];
       chosen.resize(used);
       total += apply(sequence);
@@ -214,7 +215,7 @@ struct Planner {
     for (Int op : closure.ops) {
       seconds += price(op, how.rate);
       if (penalty <= 0) continue;
-      Int width = g.extra[op] + made_bytes(op);
+      Int width = g.temporaries[op] + made_bytes(op);
       for (Int k = g.read_start[op]; k < g.read_start[op + 1]; ++k)
         if (!lives.at(g, g.reads[k], to)) width += g.bytes[g.reads[k]];
       widest = std::max(widest, width);
@@ -376,7 +377,7 @@ void Planner::drop(Sequence &sequence, const std::vector<Int> &candidates, Int b
         changes.push_back({place, place, g.bytes[value]});
       }
       if (!fine) break;
-      Int own = g.extra[op] - saved[place];
+      Int own = g.temporaries[op] - saved[place];
       for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) own += g.bytes[g.makes[k]];
       changes.push_back({place, place, -own});
       active[place] = 0;

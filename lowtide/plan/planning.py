@@ -24,18 +24,20 @@ from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
 from lowtide.plan.recompute import lowest, recompute
+from lowtide.plan.settings import (
+    ARENA_ATTEMPTS,
+    ARENA_STEP,
+    CLOSE_TO_BOUND,
+    FAR_OVER,
+    SLIGHT_EXCESS,
+    SMALL_GRAPH,
+    SMALL_GRAPH_STATES,
+    TIME_LIMIT,
+)
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
-TIME_LIMIT = 6.0  # seconds of search
-CLOSE = 0.001  # of the step: a plan this near its bound needs no better bound
 CHAINS = ("rockmate", "chen-budget", "gruslys-internal", "revolve")  # classics that are starts
-SMALL = 64  # ops: a graph that may be solved exactly
-STATES = 200_000  # that the exact solver may meet
-ATTEMPTS = 8  # to get an arena into the budget, each time with a little less in use
-LOWER = 0.4  # of what the arena has too much
-FAR = 1.05  # times the budget: what the simulator can count otherwise is less
-SLIGHT = 0.002  # of the budget: an excess from rounding and saved generator states
 BEST, ONE_SHOT, OFFLOAD = "lowtide", "one-shot", "offload"
 METHODS = (BEST, ONE_SHOT, *CLASSICS)  # for any step; OFFLOAD is for those that offer copies
 
@@ -95,7 +97,7 @@ class Planning:
 
     @cached_property
     def gates(self) -> list[Gate]:
-        """The moments at which bounds are looked for."""
+        """The points at which bounds are looked for."""
         return gates(Web(self.arrays), self.order)
 
     def within(self, budget: int | None, method: str = BEST, known: Iterable[Plan] = ()) -> Plan:
@@ -116,7 +118,7 @@ class Planning:
     def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
         """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
         for order in (self.order, self.one_shot):
-            if budget is not None and self.arrays.peak(order) > FAR * budget:
+            if budget is not None and self.arrays.peak(order) > FAR_OVER * budget:
                 continue  # no need to lay it out
             program = self._finish(self.arrays, order, budget)
             if budget is None or self._fits(program, budget):
@@ -156,9 +158,12 @@ class Planning:
 
     @cached_property
     def _lowest_sequence(self) -> Ints:
-        if len(self.order) <= SMALL and (found := least_peak(self.arrays, limit=STATES)).sequence is not None:
+        if (
+            len(self.order) <= SMALL_GRAPH
+            and (found := least_peak(self.arrays, limit=SMALL_GRAPH_STATES)).sequence is not None
+        ):
             return found.sequence
-        own = floor(self.arrays)[0] - self.arrays.stays
+        own = floor(self.arrays)[0] - self.arrays.persistent
         starts = [self.order, self.one_shot, *self._holding(own)]
         if library() is None:  # shaving is too slow to go far from where it starts
             starts += self._chains(None)
@@ -204,14 +209,14 @@ class Planning:
     def _search(self, budget: int, known: list[Ints], begun: float) -> tuple[Program | None, float]:
         """A program within the budget, None if none is found, and a lower bound on the seconds of recomputation."""
         proven = 0.0  # seconds of recomputation
-        if len(self.order) <= SMALL and (found := exact(self.arrays, budget, limit=STATES)).proven:
+        if len(self.order) <= SMALL_GRAPH and (found := exact(self.arrays, budget, limit=SMALL_GRAPH_STATES)).proven:
             if found.sequence is None:
                 return None, 0.0
             proven = found.bound_seconds - self.base
             optimal = self._finish(self.arrays, found.sequence, budget)
             if self._fits(optimal, budget):
                 return optimal, proven
-        own = budget - self.arrays.stays
+        own = budget - self.arrays.persistent
         bound, gate = bound_alone(self.gates, own)
         if bound == float("inf"):
             return None, 0.0  # nothing fits
@@ -219,7 +224,7 @@ class Planning:
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
         program, quickest = self._within(self.arrays, starts, budget, bound, until)
-        if gate is not None and quickest - bound > CLOSE * self.base:
+        if gate is not None and quickest - bound > CLOSE_TO_BOUND * self.base:
             bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
         return program, bound
 
@@ -228,7 +233,7 @@ class Planning:
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
-        for _ in range(ATTEMPTS):
+        for _ in range(ARENA_ATTEMPTS):
             sequence = self._recompute(arrays, starts, target, bound, limit, until)
             if sequence is None:
                 break
@@ -240,7 +245,7 @@ class Planning:
                 break
             # The arena has gaps, and saved states of the random generator are not in the arrays: aim a little lower.
             # A small excess is not a matter of luck in the layout: all of it is taken off.
-            part = 1.0 if excess < SLIGHT * budget else LOWER
+            part = 1.0 if excess < SLIGHT_EXCESS * budget else ARENA_STEP
             target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
             starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
             program = None
@@ -250,7 +255,7 @@ class Planning:
         self, arrays: Problem, starts: list[Ints], target: int, bound: float, limit: float, until: float
     ) -> Ints | None:
         """The quickest sequence within the target from these starts, or from the one with the least peak."""
-        enough = self.base * (1 + CLOSE / 10) + bound
+        enough = self.base * (1 + CLOSE_TO_BOUND / 10) + bound
         tell = None if self.progress is None else self._tell(bound)
         found = recompute(
             arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
@@ -267,7 +272,7 @@ class Planning:
         return tell
 
     def _holding(self, own: int, gate: Gate | None = None) -> Iterator[Ints]:
-        """Sequences that hold a good set at the turn to the backward: cuts there and at the gate that binds most."""
+        """Sequences that hold a good set where the backward begins: cuts there and at the gate that binds most."""
         if not self.gates:
             return
         place = int(np.flatnonzero(self.order == self.gates[0].op)[0])
@@ -290,7 +295,7 @@ class Planning:
         """
         plain = emit(arrays, sequence)
         program = layout(self.graph, self.costs, plain, limit=budget, seed=self.seed)
-        if budget is None or len(self.order) > SMALL or simulate(self.graph, self.costs, program).peak <= budget:
+        if budget is None or len(self.order) > SMALL_GRAPH or simulate(self.graph, self.costs, program).peak <= budget:
             return program
         return plain
 

@@ -17,7 +17,7 @@ extern "C" struct Problem {
   const Int *bytes;                   // of each value; 0 for what is there all the time
   const Int *maker;                   // of each value; -1 for an input
   const Int *killer;                  // op that writes over an input for good; -1
-  const Int *extra;                   // bytes inside each op
+  const Int *temporaries;             // bytes that each op allocates and frees
   const double *seconds;              // of each op
   const Int *row_start;               // value -> rows of alternatives: what may be kept instead of it
   const Int *keeper;                  // of each row: the value that is kept
@@ -60,7 +60,7 @@ bool fits(const Problem &g, Int reads, Int makes, Int overs, Int rows, Int store
        {std::pair{g.stores, stores}, {g.restores, restores}, {g.instead_of, insteads}, {g.instead_op, insteads}})
     if (!within(numbers, count, 0, ops)) return false;
   if (!within(g.maker, values, -1, ops) || !within(g.killer, values, -1, ops)) return false;
-  if (!within(g.bytes, values, 0, MOST) || !within(g.extra, ops, 0, MOST)) return false;
+  if (!within(g.bytes, values, 0, MOST) || !within(g.temporaries, ops, 0, MOST)) return false;
   if (g.tokens < 0 || g.tokens > values || g.lanes < 0 || g.lanes > MOST_LANES) return false;
   if (!within(g.fetch, values, -1, ops) || !within(g.away, values, -1, values)) return false;
   if (!finite(g.transfer, ops) || !finite(g.latency, g.lanes) || !finite(g.takes, g.lanes)) return false;

@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
         ("ops", INT),
         ("values", INT),
         *((name, INTS) for name in ("read_start", "reads", "make_start", "makes")),
-        *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "extra")),
+        *((name, INTS) for name in ("over_start", "over_made", "over_read", "bytes", "maker", "killer", "temporaries")),
         ("seconds", REALS),
         *((name, INTS) for name in ("row_start", "keeper", "store_start", "stores", "restore_start", "restores")),
         *((name, INTS) for name in ("instead_start", "instead_of", "instead_op")),
@@ -146,11 +146,11 @@ def no_copies(ops: int, values: int) -> Copies:
 
 @dataclass(frozen=True)
 class Problem:
-    """What may run when, and what it costs; bytes that are there all the time are in `stays`, not in `nbytes`."""
+    """What may run when, and what it costs; bytes that are there all the time are in `persistent`, not in `nbytes`."""
 
     graph: Graph
     costs: Costs
-    stays: int  # bytes of the inputs
+    persistent: int  # bytes of the inputs
     read_start: Ints
     reads: Ints
     make_start: Ints
@@ -161,7 +161,7 @@ class Problem:
     nbytes: Ints
     maker: Ints
     killer: Ints
-    extra: Ints
+    temporaries: Ints
     seconds: Floats
     rows: tuple[Alternative, ...]  # of the graph whose keepers are on the device, by value
     table: Rows  # these, and those that copies make
@@ -202,7 +202,7 @@ class Problem:
             ints(self.over_start, ops + 1),
             *(ints(array, flat) for array in (self.over_made, self.over_read)),
             *(ints(array, values) for array in (self.nbytes, self.maker, self.killer)),
-            ints(self.extra, ops),
+            ints(self.temporaries, ops),
             reals(self.seconds, ops),
             *(ints(table.start, values + 1), ints(table.keeper, rows)),
             *(ints(table.store_start, rows + 1), ints(table.stores)),
@@ -222,11 +222,11 @@ class Problem:
         return made
 
     def peak(self, sequence: Ints) -> int:
-        """The most bytes in use, those that stay included, when the ops run in this sequence."""
-        return self.stays + int(self.profile(sequence).max(initial=0))
+        """The most bytes in use, the persistent ones included, when the ops run in this sequence."""
+        return self.persistent + int(self.profile(sequence).max(initial=0))
 
     def profile(self, sequence: Ints) -> Ints:
-        """The bytes in use during each run, without those that stay."""
+        """The bytes in use during each run, without the persistent ones."""
         inner = library()
         if inner is None:
             return plain.profile(self, sequence)
@@ -256,7 +256,7 @@ class Problem:
         inner = library()
         assert inner is not None, "a problem with copies is made only where its loops are compiled"
         found, seconds = sequence.copy(), np.zeros(1)
-        own = budget - self.stays
+        own = budget - self.persistent
         length = answered(inner.lowtide_retime(self.struct, ints(found), len(found), own, reals(seconds, 1)))
         return found[:length].copy(), float(seconds[0])
 
@@ -320,7 +320,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
     return Problem(
         graph=graph,
         costs=costs,
-        stays=sum(costs.nbytes[item.value] for item in graph.inputs if item.home == "device"),
+        persistent=sum(costs.nbytes[item.value] for item in graph.inputs if item.home == "device"),
         read_start=read_start,
         reads=flat_reads,
         make_start=make_start,
@@ -331,7 +331,7 @@ def problem(graph: Graph, costs: Costs) -> Problem:
         nbytes=np.array(nbytes, np.int64),
         maker=np.array(graph.maker, np.int64),
         killer=killer,
-        extra=np.array(costs.extra, np.int64),
+        temporaries=np.array(costs.arena_temporaries, np.int64),
         seconds=np.array(costs.seconds, np.float64),
         rows=tuple(rows),
         table=tabled(map(as_row, rows), len(graph.values)),

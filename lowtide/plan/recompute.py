@@ -19,22 +19,24 @@ import numpy as np
 from lowtide.plan import plain
 from lowtide.plan.compiled import answered
 from lowtide.plan.problem import Floats, Ints, Problem, ints, library, reals
-
-GROWTH = 8  # a sequence may become this many times as long as the graph
-PATIENCE = 4.0  # and take this many times its seconds, before a start is given up
-ROUNDS = 20_000  # of shaving
-MANNERS = ((4, 0.0), (16, 1.0), (1, 1.0), (16, 0.0), (4, 1.0), (1, 0.0))  # values let go at a time, penalty for width
-STARTS = 0.2  # of the work: for the starts
-PATIENT = 50_000_000  # places that are looked at before one start is given up
-RATE = 150_000_000  # places that a search looks at for each second that it is given
-SLICES = 10  # between which the clock is looked at
-LOWEST = 400_000_000  # places that are looked at for the least peak
-TRIES = 300  # at most
-POOL = 6  # sequences with low peaks that are tried again
-LOWERINGS = (0.5, 0.8, 0.95, 0.99)  # parts of the peak to aim for, when the least is looked for
-RATES = (0.05, 1.0, 0.3)  # seconds that a second of copying is held to cost, where there are copies
-STAGES = ((6, 0.25), (2, 0.55))  # of a race: how many run, and their share of the work
-TEMPERATURE = 0.004  # of the step: how much slower a sequence may become at first
+from lowtide.plan.settings import (
+    COPY_PRICES,
+    LOWERINGS,
+    LOWEST_PLACES,
+    LOWEST_POOL,
+    LOWEST_TRIES,
+    MANNERS,
+    PLACES_A_SECOND,
+    RACE_SLICES,
+    RACE_STAGES,
+    SHAVING_GROWTH,
+    SHAVING_PATIENCE,
+    SHAVING_ROUNDS,
+    SMALLEST_VALUE,
+    START_PLACES,
+    STARTS_SHARE,
+    TEMPERATURE,
+)
 
 
 def shave(
@@ -51,14 +53,14 @@ def shave(
 ) -> tuple[Ints, int]:
     """Repeat runs until the peak is within the budget, or nothing helps, or the work is done; and the peak."""
     weight = np.ones(len(problem.nbytes)) if weight is None else weight
-    work = np.array([PATIENT]) if work is None else work
-    most_seconds = PATIENCE * float(problem.seconds.sum())
+    work = np.array([START_PLACES]) if work is None else work
+    most_seconds = SHAVING_PATIENCE * float(problem.seconds.sum())
     inner = library()
     if inner is None:
         shaved = plain.shave(
             problem,
             sequence,
-            budget - problem.stays,
+            budget - problem.persistent,
             batch=batch,
             penalty=penalty,
             weight=weight,
@@ -67,7 +69,7 @@ def shave(
             work=work,
         )
         return shaved, problem.peak(shaved)
-    room = max(len(sequence) * GROWTH, 4000)
+    room = max(len(sequence) * SHAVING_GROWTH, 4000)
     longer = np.zeros(room, np.int64)
     longer[: len(sequence)] = sequence
     reached = np.zeros(1, np.int64)
@@ -77,12 +79,12 @@ def shave(
             ints(longer),
             len(sequence),
             room,
-            budget - problem.stays,
+            budget - problem.persistent,
             batch,
             penalty,
             rate,
             reals(weight, len(problem.nbytes)),
-            ROUNDS,
+            SHAVING_ROUNDS,
             most_seconds,
             smallest,
             ints(work),
@@ -91,7 +93,7 @@ def shave(
     )
     if length < 0:
         return sequence, problem.peak(sequence)
-    return longer[:length].copy(), problem.stays + int(reached[0])
+    return longer[:length].copy(), problem.persistent + int(reached[0])
 
 
 def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work: Ints | None = None) -> Ints:
@@ -102,9 +104,9 @@ def tidy(problem: Problem, sequence: Ints, budget: int, *, passes: int = 4, work
     inner = library()
     if inner is None:
         work = np.zeros(1, np.int64) if work is None else work
-        return plain.tidy(problem, sequence, budget - problem.stays, passes=passes, work=work)
+        return plain.tidy(problem, sequence, budget - problem.persistent, passes=passes, work=work)
     left = sequence.copy()
-    length = answered(inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.stays, passes))
+    length = answered(inner.lowtide_tidy(problem.struct, ints(left), len(left), budget - problem.persistent, passes))
     return left[:length].copy()
 
 
@@ -123,29 +125,29 @@ def recompute(
 
     It stops early where a sequence takes `enough` seconds or less.
     """
-    smallest = int(problem.nbytes.max(initial=0) * 1e-4)
+    smallest = int(problem.nbytes.max(initial=0) * SMALLEST_VALUE)
     field: list[_Runner] = []
     fitting = {family for family, start in enumerate(starts) if problem.peak(start) <= budget}  # without shaving
-    left = limit * RATE * STARTS
-    hopeless = -max(3 * left, 4.0 * PATIENT)
-    rates = RATES if len(problem.copies.latency) else (0.0,)
+    left = limit * PLACES_A_SECOND * STARTS_SHARE
+    hopeless = -max(3 * left, 4.0 * START_PLACES)
+    rates = COPY_PRICES if len(problem.copies.latency) else (0.0,)
     for (batch, penalty), rate, (family, start) in product(MANNERS, rates, enumerate(starts)):
         if left < (0 if field else hopeless) or (field and library() is not None and time.monotonic() > until):
             break
         if family in fitting and (batch, penalty, rate) != (*MANNERS[0], rates[0]):
             continue
-        work = np.array([PATIENT])
+        work = np.array([START_PLACES])
         tried, peak = shave(
             problem, start, budget, batch=batch, penalty=penalty, rate=rate, smallest=smallest, work=work
         )
         if peak <= budget:
             tried = tidy(problem, tried, budget, work=work)
             field.append(_Runner(problem.retimed(tried, budget)[1], family, tried))
-        left -= PATIENT - int(work[0])
+        left -= START_PLACES - int(work[0])
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)
-    for number, (among, share) in enumerate(STAGES if library() is not None else ()):
+    for number, (among, share) in enumerate(RACE_STAGES if library() is not None else ()):
         if min(runner.seconds for runner in field) > enough:
             field = race.run(_ahead(field, among), share, number)
     return min(field, key=lambda runner: runner.seconds).sequence
@@ -170,10 +172,10 @@ def _ahead(field: list[_Runner], among: int) -> list[_Runner]:
 def lowest(problem: Problem, starts: list[Ints]) -> Ints:
     """The sequence with the least peak that shaving finds, whatever time it takes."""
     pool = sorted(starts, key=problem.peak)
-    left = LOWEST
+    left = LOWEST_PLACES
     chance = np.random.default_rng(0)
     systematic = product(LOWERINGS, MANNERS, range(1 + len(starts)))
-    for _ in range(TRIES):
+    for _ in range(LOWEST_TRIES):
         if left < 0:
             break
         if (orderly := next(systematic, None)) is not None:
@@ -186,11 +188,11 @@ def lowest(problem: Problem, starts: list[Ints]) -> Ints:
                 chance.choice((0.0, 1.0, 10.0)),
             )
             weight = np.exp(chance.standard_normal(len(problem.nbytes)))
-        work = np.array([PATIENT // 5])
+        work = np.array([START_PLACES // 5])
         tried, reached = shave(problem, start, target, batch=batch, penalty=float(penalty), weight=weight, work=work)
-        if reached < problem.peak(pool[-1]) or len(pool) < POOL:
-            pool = sorted([*pool, tidy(problem, tried, reached, work=work)], key=problem.peak)[:POOL]
-        left -= max(PATIENT // 5 - int(work[0]), len(start))
+        if reached < problem.peak(pool[-1]) or len(pool) < LOWEST_POOL:
+            pool = sorted([*pool, tidy(problem, tried, reached, work=work)], key=problem.peak)[:LOWEST_POOL]
+        left -= max(START_PLACES // 5 - int(work[0]), len(start))
     return pool[0]
 
 
@@ -208,7 +210,7 @@ class _Race:
 
     def run(self, runners: list[_Runner], share: float, number: int) -> list[_Runner]:
         """Search from each of these with its part of this share of the work."""
-        work = int(self.limit * RATE * share / len(runners))
+        work = int(self.limit * PLACES_A_SECOND * share / len(runners))
         lanes = range(number * len(runners), (number + 1) * len(runners))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(pool.map(lambda one, lane: self._search(one.sequence, work, lane), runners, lanes))
@@ -220,12 +222,12 @@ class _Race:
 
     def _search(self, start: Ints, work: int, lane: int) -> Ints:
         """Search at a falling temperature, in slices; all of the work, unless the clock stops it."""
-        problem, inner, room = self.problem, library(), max(len(start) * GROWTH, 4000)
+        problem, inner, room = self.problem, library(), max(len(start) * SHAVING_GROWTH, 4000)
         assert inner is not None
         now, best = np.zeros(room, np.int64), np.zeros(room, np.int64)
         now[: len(start)] = best[: len(start)] = start
         lengths = np.array([len(start), len(start)], np.int64)
-        for part in range(SLICES):
+        for part in range(RACE_SLICES):
             if time.monotonic() > self.until:
                 break
             answered(
@@ -235,12 +237,12 @@ class _Race:
                     ints(best),
                     ints(lengths),
                     room,
-                    self.budget - problem.stays,
+                    self.budget - problem.persistent,
                     self.smallest,
-                    (self.seed * 1000 + lane) * SLICES + part,
-                    work // SLICES,
-                    TEMPERATURE * (1 - part / SLICES),
-                    TEMPERATURE * (1 - (part + 1) / SLICES),
+                    (self.seed * 1000 + lane) * RACE_SLICES + part,
+                    work // RACE_SLICES,
+                    TEMPERATURE * (1 - part / RACE_SLICES),
+                    TEMPERATURE * (1 - (part + 1) / RACE_SLICES),
                 )
             )
         return best[: lengths[1]].copy()

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr double RATES[] = {0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 2};  // prices of a second of copying that are tried
-
 // Ruin and recreate: change a part of a sequence at random, mend it, and keep it if it is no slower than the temperature
 // allows.
 struct Search {
@@ -31,6 +29,8 @@ struct Search {
 
   double chance() { return (double)(engine() >> 11) * 0x1.0p-53; }
   Int below(Int limit) { return (Int)(chance() * (double)limit); }
+  template <class Item, std::size_t count>
+  Item any(const Item (&items)[count]) { return items[below(count)]; }
   double normal() {
     return std::sqrt(-2 * std::log(1 - chance())) * std::cos(2 * M_PI * chance());
   }
@@ -57,29 +57,26 @@ struct Search {
 
   // False where the changed sequence does not fit.
   bool change(Sequence &tried) {
-    for (double &one : weight) one = std::exp(0.5 * normal());
+    for (double &one : weight) one = std::exp(WEIGHT_NOISE * normal());
     Int target = budget;
     switch (below(3)) {
       case 0: ruin(tried); break;
-      case 1: target = budget - (Int)((double)budget * 0.15 * std::pow(chance(), 2)); break;
+      case 1: target = budget - (Int)((double)budget * DEEP_CUT * std::pow(chance(), 2)); break;
       default:
-        target = budget - (Int)((double)budget * 0.03 * chance());
+        target = budget - (Int)((double)budget * SHALLOW_CUT * chance());
         for (double &one : weight) one *= one;
     }
     planner.work += std::max<Int>(1, g.values / 4);
     if (planner.measure(tried) > target) {
-      const Int batches[] = {1, 2, 4};
-      const double penalties[] = {0, 0, 1, 10};
-      Manner how{batches[below(3)], 300, room, smallest, INT64_MAX / 2, penalties[below(4)], INFINITY, weight.data()};
-      if (g.lanes) how.rate = rate = RATES[below(std::size(RATES))];
+      Manner how{any(BATCHES), SHAVING_ROUNDS, room, smallest, INT64_MAX / 2, any(PENALTIES), INFINITY, weight.data()};
+      if (g.lanes) how.rate = rate = any(COPY_PRICES);
       if (!planner.shave(tried, target, how)) return false;
       planner.prune(tried);
       if (planner.measure(tried) > budget) return false;
     }
-    const double sizes[] = {0, 0.2, 0.5};
-    const double size = sizes[below(3)];
+    const double size = any(PRICE_NOISE);
     for (double &one : noise) one = size > 0 ? std::exp(size * normal()) : 1;
-    for (Int pass = 0; pass < 2; ++pass) {
+    for (Int pass = 0; pass < TIDY_PASSES; ++pass) {
       const std::size_t length = tried.size();
       tidy(tried, noise.data());
       if (tried.size() == length) break;
@@ -92,8 +89,8 @@ struct Search {
   void ruin(Sequence &tried) {
     planner.repeats(tried, places);
     if (places.empty()) return;
-    const Int total = (Int)places.size(), number = std::min(total, 1 + below(2 + total / 50));
-    if (chance() < 0.5) {
+    const Int total = (Int)places.size(), number = std::min(total, 1 + below(2 + total / RUINED));
+    if (chance() < NEIGHBOURS) {
       const Int first = std::max<Int>(0, below(total) - number / 2);
       places.assign(places.begin() + first, places.begin() + std::min(total, first + number));
     } else {
@@ -103,7 +100,7 @@ struct Search {
     }
     for (Int place : places) {
       const Int op = tried[place];
-      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) weight[g.makes[k]] = 1e6;
+      for (Int k = g.make_start[op]; k < g.make_start[op + 1]; ++k) weight[g.makes[k]] = RUINED_WEIGHT;
     }
     for (std::size_t k = places.size(); k-- > 0;) tried.erase(tried.begin() + places[k]);
     planner.prune(tried);

@@ -16,7 +16,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.report.bytes import show_bytes, show_seconds
 from lowtide.report.show import WIDEST
-from lowtide.report.story import Gap, Stay, Story
+from lowtide.report.story import Gap, Presence, Story
 
 Verdict = Literal["an input", "not made", "a result", "made again", "offloaded", "kept narrow", "kept", "let go"]
 NAMES = 4  # that a sentence lists
@@ -86,12 +86,12 @@ def explain(story: Story, name: str) -> list[Explanation]:
 
 def explain_value(story: Story, value: int) -> Explanation:
     """What the program does with a value, and what else it could do."""
-    stays = story.stays(value)
-    verdict = _verdict(story, value, stays)
-    gap = story.longest(stays) if verdict in ("kept", "made again") else None
-    ops = None if gap is None else _to_have(story, value, stays, gap)
-    at_peak = any(stay.start <= story.peak_run <= stay.end for stay in stays)
-    sentences = [*_life(story, value, stays, verdict)]
+    presences = story.presences(value)
+    verdict = _verdict(story, value, presences)
+    gap = story.longest(presences) if verdict in ("kept", "made again") else None
+    ops = None if gap is None else _to_have(story, value, presences, gap)
+    at_peak = any(presence.start <= story.peak_run <= presence.end for presence in presences)
+    sentences = [*_life(story, value, presences, verdict)]
     if gap is not None and ops is not None:
         sentences += _price(story, value, gap, ops)
         sentences += _reasons(story, value, gap, ops, at_peak)
@@ -103,8 +103,10 @@ def explain_value(story: Story, value: int) -> Explanation:
         verdict=verdict,
         sentences=tuple(sentences),
         bytes=story.costs.nbytes[value],
-        made=tuple(stay.start for stay in stays if stay.start >= 0 and value in story.makes[stay.start]),
-        read=tuple(place for stay in stays for place in stay.reads),
+        made=tuple(
+            presence.start for presence in presences if presence.start >= 0 and value in story.makes[presence.start]
+        ),
+        read=tuple(place for presence in presences for place in presence.reads),
         wait_runs=gap.end - gap.start if gap else 0,
         wait_seconds=story.starts[gap.end] - story.starts[gap.start] if gap else 0.0,
         again=tuple(story.graph.ops[op].name for op in ops) if isinstance(ops, list) else (),
@@ -114,28 +116,28 @@ def explain_value(story: Story, value: int) -> Explanation:
     )
 
 
-def _verdict(story: Story, value: int, stays: Sequence[Stay]) -> Verdict:
+def _verdict(story: Story, value: int, presences: Sequence[Presence]) -> Verdict:
     if value in story.inputs:
         return "an input"
-    if not stays:
+    if not presences:
         return "not made"
     if story.stored(value) is not None:
         return "kept narrow"
     if story.trips(value):
         return "a result" if value in story.graph.required else "offloaded"
-    if len(stays) > 1:
+    if len(presences) > 1:
         return "made again"
-    if stays[0].end == len(story.runs):
+    if presences[0].end == len(story.runs):
         return "a result"
-    waits = stays[0].start < story.turn <= max(stays[0].reads, default=-1)
+    waits = presences[0].start < story.backward_start <= max(presences[0].reads, default=-1)
     return "kept" if waits else "let go"
 
 
-def _to_have(story: Story, value: int, stays: Sequence[Stay], gap: Gap) -> list[int] | str:
+def _to_have(story: Story, value: int, presences: Sequence[Presence], gap: Gap) -> list[int] | str:
     """The ops that make a value after a wait, or would if it were not held; or why that cannot be."""
     if gap.held:
         return story.closure(value, gap.end)
-    made = max(stay.start for stay in stays if stay.start <= gap.end)
+    made = max(presence.start for presence in presences if presence.start <= gap.end)
     return [story.runs[place].op for place in story.led_to(made)]
 
 
@@ -152,31 +154,31 @@ def _title(story: Story, value: int) -> str:
     return title
 
 
-def _life(story: Story, value: int, stays: Sequence[Stay], verdict: Verdict) -> Iterator[str]:
+def _life(story: Story, value: int, presences: Sequence[Presence], verdict: Verdict) -> Iterator[str]:
     """When it is made, read and gone."""
     graph = story.graph
     if verdict == "not made":
         optional = graph.maker[value] >= 0 and graph.ops[graph.maker[value]].optional
         yield "A plan may keep this narrow copy; this plan does not." if optional else "No run makes it."
         return
-    reads = [place for stay in stays for place in stay.reads]
+    reads = [place for presence in presences for place in presence.reads]
     readers = f"read by {_listed([_run(story, place) for place in reads])}" if reads else "read by no run"
     if verdict == "an input":
         yield from _input(story, value, readers)
         return
-    yield f"It is made by {_run(story, stays[0].start)} and {readers}."
-    if stays[0].over is not None:
-        yield f"It takes the bytes of %{stays[0].over}, which ends there: making it adds none."
-    if stays[-1].under is not None:
-        yield f"%{stays[-1].under} takes its bytes at its end."
+    yield f"It is made by {_run(story, presences[0].start)} and {readers}."
+    if presences[0].over is not None:
+        yield f"It takes the bytes of %{presences[0].over}, which ends there: making it adds none."
+    if presences[-1].under is not None:
+        yield f"%{presences[-1].under} takes its bytes at its end."
     for output in graph.outputs:
         if output.value == value:
             path = " ".join(map(str, output.path))
             yield f"It must be there when the step ends: {output.role}{f' {path}' if path else ''}."
-    if verdict == "made again" and all(story.runs[place].again for place in stays[-1].reads):
+    if verdict == "made again" and all(story.runs[place].again for place in presences[-1].reads):
         yield "When it is made again only repeated runs read it: it is on the way to others."
     if verdict == "let go":
-        yield f"It is there for {_span(story, stays[0].start, stays[0].end)}; nothing asks for it after that."
+        yield f"It is there for {_span(story, presences[0].start, presences[0].end)}; nothing asks for it after that."
     if verdict == "kept narrow":
         yield from _narrow(story, value)
     yield from _trips(story, value)
@@ -192,10 +194,10 @@ def _input(story: Story, value: int, readers: str) -> Iterator[str]:
         for made, old in run.over:
             if old == value:
                 yield f"{_run(story, place)} writes %{made} over it; what needs it must run before that."
-    if item.stays and item.home != "device":
-        yield "Its bytes are no part of what stays on the device."
-    elif item.stays:
-        yield "The caller holds it between steps, so its bytes are part of what stays, which no plan can lower."
+    if item.persistent and item.home != "device":
+        yield "Its bytes are no part of what persists on the device."
+    elif item.persistent:
+        yield "The caller holds it between steps, so its bytes are persistent, which no plan can lower."
     else:
         yield "The step uses it up: its bytes are free after that."
 
@@ -284,7 +286,7 @@ def _reasons(story: Story, value: int, gap: Gap, ops: list[int] | str, at_peak: 
             )
     left = _left(story, gap.start, gap.end)
     fits = f": {show_bytes(nbytes)} more would not fit" if not gap.held and left < nbytes else ""
-    yield f"At the fullest moment in between, {show_bytes(left)} of the {_limit(story)[0]} are left{fits}."
+    yield f"At the fullest point in between, {show_bytes(left)} of the {_limit(story)[0]} are left{fits}."
     yield _peak(story, at_peak)
 
 

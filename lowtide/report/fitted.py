@@ -39,7 +39,7 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
         wrong = f"the prediction is off by {summary.seconds / measured.seconds - 1:+.1%}"
     rows = [
         ("budget", "-" if summary.budget is None else show_bytes(summary.budget), ""),
-        ("predicted peak", show_bytes(summary.peak), f"{show_bytes(summary.stays)} stays between steps"),
+        ("predicted peak", show_bytes(summary.peak), f"{show_bytes(summary.persistent)} persists between steps"),
         ("metered peak", peak, off),
         ("arena", show_bytes(measured.arena), "one block, kept between steps"),
         ("eager, predicted", show_bytes(summary.eager_peak), ""),

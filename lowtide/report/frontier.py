@@ -25,7 +25,7 @@ class Point:
 
     budget: int  # bytes
     peak: int  # bytes, predicted
-    overhead: float  # extra seconds as a fraction of the step without recomputation
+    overhead: float  # added seconds as a fraction of the step without recomputation
     bound: float  # the least overhead that any program within the budget can have
     planning_seconds: float
 
@@ -40,7 +40,7 @@ class Frontier:
     """The points of a step, by budget, and those of each classic at the same budgets; `Console.print` shows it."""
 
     heading: Heading
-    stays: int  # bytes of the inputs that stay between steps
+    persistent: int  # bytes of the inputs that persist between steps
     eager_peak: int  # bytes, predicted
     points: Sequence[Point]
     classics: Mapping[str, Sequence[Point | None]]  # None: no plan within that budget
@@ -49,7 +49,7 @@ class Frontier:
 
     def part(self, budget: int) -> float:
         """A budget's own part as a fraction of eager's."""
-        return (budget - self.stays) / max(1, self.eager_peak - self.stays)
+        return (budget - self.persistent) / max(1, self.eager_peak - self.persistent)
 
     @property
     def least_feasible(self) -> int | None:
@@ -86,7 +86,7 @@ class Frontier:
         yield Text("\nLeast time against peak", style="bold")
         yield self._table()
         yield Text(
-            f"  of eager: the budget without the {show_bytes(self.stays)} that stay, as a part of what eager adds",
+            f"  of eager: the budget without the persistent {show_bytes(self.persistent)} as a part of what eager adds",
             style="dim",
         )
         yield Text("\nOverhead against budget", style="bold")

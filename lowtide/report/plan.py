@@ -57,14 +57,14 @@ class Summary:
     """A plan in numbers."""
 
     budget: int | None  # bytes
-    stays: int  # bytes of the inputs that stay between steps, on the device
+    persistent: int  # bytes of the inputs that persist between steps, on the device
     peak: int  # bytes, predicted
     arena: int  # bytes of the block that holds what the step makes; 0: there is none
     eager_peak: int  # bytes, predicted
     least_feasible: int | None  # bytes, the least peak of any plan that was found; None: not looked for
     least_bound: int  # bytes: no program has a lower peak
     base_seconds: float  # of the step without recomputation
-    overhead: float  # extra seconds as a fraction of these
+    overhead: float  # added seconds as a fraction of these
     bound: float  # the least overhead that any program within the budget can have
     planning_seconds: float
     ops: int
@@ -90,14 +90,14 @@ class Summary:
 
     @property
     def outside(self) -> int:
-        """Bytes of the peak that are not in the arena: what stays, and what leaves the step."""
+        """Bytes of the peak that are not in the arena: what persists, and what leaves the step."""
         return self.peak - self.arena
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
         return {
             "budget": self.budget,
-            "stays": self.stays,
+            "persistent": self.persistent,
             "predicted_peak": self.peak,
             "arena": self.arena,
             "outside": self.outside,
@@ -131,7 +131,7 @@ def summarize(graph: Graph, costs: Costs, plan: Plan, *, eager_peak: int, least_
     places = [made for run in runs for made, read in run.over if (made, read) not in graph.ops[run.op].updates]
     return Summary(
         budget=plan.budget,
-        stays=costs.stays(graph) - costs.elsewhere(graph),
+        persistent=costs.persistent(graph) - costs.elsewhere(graph),
         peak=plan.peak,
         arena=plan.program.arena,
         eager_peak=eager_peak,
@@ -183,7 +183,7 @@ def _kept(graph: Graph, costs: Costs, program: Program) -> tuple[Kept, ...]:
     """What the forward made and the first op of the backward finds; what is alike together, most bytes first."""
     stands_for = {row.keeper: row.value for row in graph.alternatives if row.store >= 0}
     made: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # instead of another or not -> that one's maker
-    for value in _at_the_turn(graph, costs, program):
+    for value in _at_backward_start(graph, costs, program):
         op = graph.maker[value]
         if graph.ops[op].phase == "forward" and graph.values[value].storage not in graph.lasting_storages:
             made[value in stands_for].append((graph.maker[stands_for.get(value, value)], value))
@@ -202,13 +202,13 @@ def _kept(graph: Graph, costs: Costs, program: Program) -> tuple[Kept, ...]:
     return tuple(sorted(found, key=lambda item: (-item.nbytes, item.module, item.target)))
 
 
-def _at_the_turn(graph: Graph, costs: Costs, program: Program) -> list[int]:
+def _at_backward_start(graph: Graph, costs: Costs, program: Program) -> list[int]:
     """The values of ops that are on the device when the first op of the backward begins."""
     runs = [(number, item.op) for number, item in enumerate(program.instructions) if isinstance(item, Run)]
     place = graph.forward_ends(op for _, op in runs)
     if place == len(runs):
         return []
-    present = lifetimes(graph, program, costs.nbytes, costs.extra).at(runs[place][0] - 1)
+    present = lifetimes(graph, program, costs.nbytes, costs.arena_temporaries).at(runs[place][0] - 1)
     return sorted(value for value in present if graph.maker[value] >= 0)
 
 
@@ -265,15 +265,17 @@ def _planned(summary: Summary, method: str) -> str:
 
 def _promise(summary: Summary, asked: str) -> Table:
     """What the plan promises, against the budget, eager and the bound."""
-    part = f"what stays + {asked.strip()} of what eager adds" if "%" in asked else ""
-    own = f"{show_bytes(summary.stays)} stays + {show_bytes(summary.peak - summary.stays)} is the step's own"
-    extra = summary.overhead * summary.base_seconds
+    part = f"what persists + {asked.strip()} of what eager adds" if "%" in asked else ""
+    own = (
+        f"{show_bytes(summary.persistent)} persists + {show_bytes(summary.peak - summary.persistent)} is the step's own"
+    )
+    overhead = summary.overhead * summary.base_seconds
     rows = [
         ("predicted peak", show_bytes(summary.peak), own),
         *_arena(summary),
         ("eager, predicted", show_bytes(summary.eager_peak), _beside(summary)),
         *_least(summary),
-        ("overhead", show_overhead(summary.overhead), _extra(extra, summary.base_seconds)),
+        ("overhead", show_overhead(summary.overhead), _more(overhead, summary.base_seconds)),
         ("bound", show_overhead(summary.bound), "no plan within the budget can have less"),
         ("gap", f"{abs(100 * summary.gap):.2f} points", "the most that a better plan could save"),
     ]
@@ -321,8 +323,8 @@ def show_overhead(fraction: float) -> str:
     return f"{abs(100 * fraction):.2f}%"
 
 
-def _extra(extra: float, base: float) -> str:
-    return f"{show_seconds(max(extra, 0.0))} more than the {show_seconds(base)} of all ops"
+def _more(overhead: float, base: float) -> str:
+    return f"{show_seconds(max(overhead, 0.0))} more than the {show_seconds(base)} of all ops"
 
 
 def _beside(summary: Summary) -> str:

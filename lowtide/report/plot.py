@@ -10,17 +10,17 @@ TOPS = " ▁▂▃▄▅▆▇█"
 STAYS = "░"
 
 
-def plot(curve: Curve, stays: int, *, width: int = 80, height: int = 10) -> list[str]:
-    """The bytes in use over the seconds of one step: what stays is shaded, the step's own part solid."""
+def plot(curve: Curve, persistent: int, *, width: int = 80, height: int = 10) -> list[str]:
+    """The bytes in use over the seconds of one step: what persists is shaded, the step's own part solid."""
     peak = max(curve.nbytes, default=0)
-    labels = {round(height * stays / peak) - 1 if peak else 0: show_bytes(stays)}
-    labels[height - 1] = show_bytes(peak)  # last: where all stays, the two are one row
+    labels = {round(height * persistent / peak) - 1 if peak else 0: show_bytes(persistent)}
+    labels[height - 1] = show_bytes(peak)  # last: where all persists, the two are one row
     margin = max(map(len, labels.values()))
     columns = max(width - margin - 2, 10)
     tops, phases = _columns(curve, columns)
     lines = [" " * (margin + 2) + _marker(tops, columns)]
     for row in reversed(range(height)):
-        cells = "".join(_cell(row, top, stays, peak, height) for top in tops)
+        cells = "".join(_cell(row, top, persistent, peak, height) for top in tops)
         lines.append(f"{labels.get(row, ''):>{margin}} ┤{cells}")
     lines.append(f"{'0 B':>{margin}} ┼{_axis(phases)}")
     lines.append(" " * (margin + 2) + _names(phases))
@@ -43,10 +43,10 @@ def _columns(curve: Curve, columns: int) -> tuple[list[int], list[Phase]]:
     return tops, phases
 
 
-def _cell(row: int, top: int, stays: int, peak: int, height: int) -> str:
+def _cell(row: int, top: int, persistent: int, peak: int, height: int) -> str:
     """One character: an eighth of it is the smallest step upwards."""
     eighths = min(max(round(8 * height * top / peak) - 8 * row, 0), 8) if peak else 0
-    if eighths and row < round(height * stays / peak):
+    if eighths and row < round(height * persistent / peak):
         return STAYS
     return TOPS[eighths]
 

@@ -13,7 +13,7 @@ from lowtide.lifetimes import lifetimes
 from lowtide.program import Program, Run
 from lowtide.report.curve import Curve, curve
 from lowtide.report.modules import Branch, fold, fold_paths, pattern
-from lowtide.simulate import Simulation, moments, simulate
+from lowtide.simulate import Simulation, memory_states, simulate
 
 TOP = "(top level)"  # the step's own lines, those of the whole model, and the batch
 TEMPORARIES, STATES, GAPS = "temporaries inside ops", "saved generator states", "gaps in the arena"
@@ -32,7 +32,7 @@ LARGEST = 64  # groups of values, in JSON
 
 
 @dataclass(frozen=True)
-class PeakMoment:
+class PeakOp:
     """What runs when the most bytes are in use."""
 
     instruction: int
@@ -62,8 +62,8 @@ class Profile:
     """Where the memory of one step goes under one program."""
 
     peak: int  # bytes
-    stays: int  # bytes of the inputs that stay between steps
-    moment: PeakMoment
+    persistent: int  # bytes of the inputs that persist between steps
+    peak_op: PeakOp
     categories: Mapping[str, int]  # bytes at the peak; they add up to it
     modules: tuple[Branch, ...]  # bytes at the peak; they add up to it
     largest: tuple[Holding, ...]  # alive at the peak, most bytes first
@@ -75,17 +75,17 @@ class Profile:
 
     @property
     def own(self) -> int:
-        """Bytes of the step's own part: what the step adds to what stays."""
-        return self.peak - self.stays
+        """Bytes of the step's own part: what the step adds to what persists."""
+        return self.peak - self.persistent
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
-        moment = self.moment
+        peak_op = self.peak_op
         return {
             "predicted_peak": self.peak,
-            "stays": self.stays,
+            "persistent": self.persistent,
             "own": self.own,
-            "peak_at": {name: getattr(moment, name) for name in PeakMoment.__dataclass_fields__},
+            "peak_at": {name: getattr(peak_op, name) for name in PeakOp.__dataclass_fields__},
             "categories": dict(self.categories),
             "modules": [branch.to_json() for branch in self.modules],
             "largest": [
@@ -125,16 +125,16 @@ class _Item:
 def profile(graph: Graph, costs: Costs, program: Program) -> Profile:
     """Run the program in the head and look around at its peak."""
     simulation = simulate(graph, costs, program)
-    moment = _moment(graph, program, simulation.at)
-    items = list(_alive(graph, costs, program, simulation, moment))
+    peak_op = _peak_op(graph, program, simulation.at)
+    items = list(_alive(graph, costs, program, simulation, peak_op))
     categories = dict.fromkeys([*CATEGORIES.values(), TEMPORARIES, STATES, GAPS], 0)
     for item in items:
         categories[item.category] += item.nbytes
     shown = ("scalars", STATES, GAPS)
     return Profile(
         peak=simulation.peak,
-        stays=costs.stays(graph),
-        moment=moment,
+        persistent=costs.persistent(graph),
+        peak_op=peak_op,
         categories={name: nbytes for name, nbytes in categories.items() if nbytes or name not in shown},
         modules=fold(((item.module, item.category, item.nbytes) for item in items if item.nbytes), top=TOP),
         largest=_largest(items),
@@ -150,24 +150,24 @@ def profile(graph: Graph, costs: Costs, program: Program) -> Profile:
     )
 
 
-def _moment(graph: Graph, program: Program, at: int) -> PeakMoment:
+def _peak_op(graph: Graph, program: Program, at: int) -> PeakOp:
     """The op that runs at this instruction, or ran last."""
     ran = [item.op for item in program.instructions[: at + 1] if isinstance(item, Run)]
     op = graph.ops[ran[-1]]
-    return PeakMoment(at, op.name, op.target, op.phase, op.module, op.source)
+    return PeakOp(at, op.name, op.target, op.phase, op.module, op.source)
 
 
-def _alive(graph: Graph, costs: Costs, program: Program, simulation: Simulation, moment: PeakMoment) -> Iterator[_Item]:
+def _alive(graph: Graph, costs: Costs, program: Program, simulation: Simulation, peak_op: PeakOp) -> Iterator[_Item]:
     """All that is in use at the peak."""
-    device = next(device for number, device in enumerate(moments(graph, costs, program)) if number == simulation.at)
+    memory = next(state for number, state in enumerate(memory_states(graph, costs, program)) if number == simulation.at)
     homes = _homes(graph)
-    for value in lifetimes(graph, program, costs.nbytes, costs.extra).at(simulation.at):
+    for value in lifetimes(graph, program, costs.nbytes, costs.arena_temporaries).at(simulation.at):
         item = graph.values[value]
         module, source = homes[item.storage]
         name = item.name.removeprefix(f"{module}.") if module else item.name
         yield _Item(CATEGORIES[item.kind], costs.nbytes[value], name, module, source, item.dtype, item.shape)
-    yield _Item(TEMPORARIES, device.extra, f"inside {moment.op}", moment.module, moment.source)
-    yield _Item(STATES, device.states, STATES)
+    yield _Item(TEMPORARIES, memory.temporaries, f"inside {peak_op.op}", peak_op.module, peak_op.source)
+    yield _Item(STATES, memory.states, STATES)
     yield _Item(GAPS, simulation.peak - simulation.live[simulation.at], GAPS)
 
 

@@ -82,7 +82,7 @@ def _head(heading: Heading, profile: Profile) -> Iterator[RenderableType]:
 
 
 def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableType]:
-    parts = f"{show_bytes(profile.stays)} stays + {show_bytes(profile.own)} is the step's own"
+    parts = f"{show_bytes(profile.persistent)} persists + {show_bytes(profile.own)} is the step's own"
     rows = [("predicted", profile.peak, parts)]
     if peaks.program is not None:
         rows.append(("metered", peaks.program, _against(peaks.program, profile.peak)))
@@ -92,11 +92,11 @@ def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableTyp
     if peaks.interpreter is not None:
         rows.append(("not counted", peaks.interpreter, "Python and torch themselves"))
     yield Table("lrs", [(name, show_bytes(nbytes), text) for name, nbytes, text in rows], (), ("", "bold", ""), 2)
-    moment = profile.moment
-    module = f" of {moment.module}" if moment.module else ""
-    source = f", {moment.source}" if moment.source else ""
-    target = moment.target.removesuffix(".default")
-    yield _paragraph(f"reached in the {moment.phase}: {target}{module}{source}", width)
+    peak_op = profile.peak_op
+    module = f" of {peak_op.module}" if peak_op.module else ""
+    source = f", {peak_op.source}" if peak_op.source else ""
+    target = peak_op.target.removesuffix(".default")
+    yield _paragraph(f"reached in the {peak_op.phase}: {target}{module}{source}", width)
 
 
 def _against(metered: int, predicted: int) -> str:
@@ -169,7 +169,7 @@ def _largest(profile: Profile, width: int) -> Iterator[RenderableType]:
 
 
 def _curve(profile: Profile, width: int) -> Iterator[RenderableType]:
-    for line in plot(profile.curve, profile.stays, width=min(width, 104) - 2):
+    for line in plot(profile.curve, profile.persistent, width=min(width, 104) - 2):
         yield Text(f"  {line}".rstrip(), no_wrap=True, overflow="ignore")
-    legend = f"░ stays between steps   █ the step's own part   {show_seconds(profile.seconds)} in all ops"
+    legend = f"░ persists between steps   █ the step's own part   {show_seconds(profile.seconds)} in all ops"
     yield Text(f"  {legend}", style="dim")

@@ -15,7 +15,7 @@ from lowtide.simulate import simulate
 
 
 @dataclass(frozen=True)
-class Stay:
+class Presence:
     """A stretch of the program during which a value is there; places are numbers of runs."""
 
     start: int  # the run that makes it; -1: it was there before
@@ -80,18 +80,18 @@ class Story:
     @cached_property
     def lifetimes(self) -> Lifetimes:
         """When each value is there, by instructions."""
-        return lifetimes(self.graph, self.plan.program, self.costs.nbytes, self.costs.extra)
+        return lifetimes(self.graph, self.plan.program, self.costs.nbytes, self.costs.arena_temporaries)
 
     def _runs_before(self, instruction: int) -> int:
         """How many runs there are before an instruction."""
         return bisect_left(self.numbers, instruction)
 
     @cached_property
-    def turn(self) -> int:
+    def backward_start(self) -> int:
         """The first run of the backward; the number of all runs where there is none."""
         return self.graph.forward_ends(run.op for run in self.runs)
 
-    def stays(self, value: int) -> list[Stay]:
+    def presences(self, value: int) -> list[Presence]:
         """When the value is there."""
         found = []
         for block, number in self.lifetimes.of.get(value, ()):
@@ -107,7 +107,7 @@ class Story:
             reads = (
                 place for place in range(max(start, 0), min(end + 1, len(self.runs))) if value in self.reads[place]
             )
-            found.append(Stay(start, end, tuple(reads), over, under))
+            found.append(Presence(start, end, tuple(reads), over, under))
         return found
 
     def trips(self, value: int) -> list[Trip]:
@@ -123,14 +123,14 @@ class Story:
                     pass
         return found
 
-    def longest(self, stays: list[Stay]) -> Gap | None:
+    def longest(self, presences: list[Presence]) -> Gap | None:
         """The wait between two uses that takes the most time; those during which the value is gone come first."""
         gaps: list[Gap] = []
         before: int | None = None
-        for stay in stays:
-            uses = [max(stay.start, 0), *stay.reads]
+        for presence in presences:
+            uses = [max(presence.start, 0), *presence.reads]
             if before is not None:
-                gaps.append(Gap(before, uses[1] if stay.reads else uses[0], held=False))
+                gaps.append(Gap(before, uses[1] if presence.reads else uses[0], held=False))
             gaps += [Gap(one, other, held=True) for one, other in pairwise(uses)]
             before = uses[-1]
         return max(gaps, key=lambda gap: (not gap.held, self.starts[gap.end] - self.starts[gap.start]), default=None)

@@ -1,13 +1,13 @@
-"""Recurrent layers cut in time, so that a workspace is that of a few moments: the same up to rounding.
+"""Recurrent layers cut in time, so that a workspace is that of a few time steps: the same up to rounding.
 
-On the processor torch runs each layer and direction of an nn.LSTM over all moments in one call; its workspace, which
-the backward needs, is about fifteen times as large as its result. `cut` makes several calls of it, over some moments
+On the processor torch runs each layer and direction of an nn.LSTM over all time steps in one call; its workspace, which
+the backward needs, is about fifteen times as large as its result. `cut` makes several calls of it, over some time steps
 each: every one hands its state to the next, and a program may run any of them again. The gradients of weights and
 biases are added up chunk by chunk, which rounds otherwise: their entries differ by a few millionths of the largest one
-at most. The results, the states and the gradients of both keep their bits where a moment is computed in the same way
+at most. The results, the states and the gradients of both keep their bits where a time step is computed in the same way
 however many others are in its call: so with AVX-512. Without it (tried with AVX2) they are the same up to rounding.
 
-nn.GRU needs none of this: torch takes it apart into small ops of each moment, which every plan can already run again.
+nn.GRU needs none of this: torch takes it apart into small ops of each time step, which every plan can run again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ GRADIENT, STATE_GRADIENT, OPTIONS, WORKSPACE = 10, slice(11, 13), slice(13, 22),
 # Places of the backward's results: gradients of what was read, of the weights, and of the state before.
 WEIGHTS, STATE_BEFORE = slice(1, 5), slice(5, 7)
 
-SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+SHORTEST = 4  # time steps of a chunk: with fewer, a call has more to do around its time steps than with them
 
 Weights = tuple[int | None, ...]  # a value for each result of the backward that is a gradient of weights
 
 
 def cut(graph: Graph, chunks: int) -> Graph:
-    """The graph with every recurrent layer cut in time into so many calls, or fewer where there are fewer moments.
+    """The graph with every recurrent layer cut in time into so many calls, or fewer where there are fewer time steps.
 
     It is for graphs without optional ops. Layers that feed each other take turns, so that between them only a chunk is
     there. What is put together of chunks is what somebody else reads as a whole. A note says what was cut; layers that
@@ -56,26 +56,26 @@ def cut(graph: Graph, chunks: int) -> Graph:
 
 
 def longest(graph: Graph) -> int:
-    """The moments of the longest recurrent layer that can be cut; 0 where there is none."""
+    """The time steps of the longest recurrent layer that can be cut; 0 where there is none."""
     layers, _ = _layers(graph, 2)
     return max((layer.spans[-1][1] for layer in layers), default=0)
 
 
 def counts(graph: Graph) -> list[int]:
-    """Into how many chunks the layers may be cut: 2, 4, 8, ... as long as a chunk has a few moments."""
-    moments, found = longest(graph), [2]
-    while found[-1] * SHORTEST <= moments:
+    """Into how many chunks the layers may be cut: 2, 4, 8, ... as long as a chunk has a few time steps."""
+    time_steps, found = longest(graph), [2]
+    while found[-1] * SHORTEST <= time_steps:
         found.append(2 * found[-1])
     return found[:-1]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer in one direction: its calls, and the moments that it is cut into."""
+    """One layer in one direction: its calls, and the time steps that it is cut into."""
 
     forward: int  # op
     backward: int  # op; -1: there is none
-    spans: tuple[tuple[int, int], ...]  # from one moment up to another, in the order of time
+    spans: tuple[tuple[int, int], ...]  # from one time step up to another, in the order of time
     order: tuple[int, ...]  # of the spans, as the forward runs them
 
 
@@ -89,9 +89,9 @@ def _layers(graph: Graph, chunks: int) -> tuple[list[_Layer], list[str]]:
         if why:
             notes.append(f"{op.name} ({op.module}) is not cut in time: {why}.")
             continue
-        moments = graph.values[op.outputs[0] or 0].shape[0]
-        length = math.ceil(moments / max(1, chunks))
-        spans = tuple((start, min(moments, start + length)) for start in range(0, moments, length))
+        time_steps = graph.values[op.outputs[0] or 0].shape[0]
+        length = math.ceil(time_steps / max(1, chunks))
+        spans = tuple((start, min(time_steps, start + length)) for start in range(0, time_steps, length))
         if len(spans) > 1:
             order = tuple(range(len(spans)))
             backward = next(iter(graph.readers[op.outputs[3] or 0]), -1)
@@ -111,7 +111,7 @@ def _why_not(graph: Graph, forward: int) -> str:
     result, after, cell, workspace = (Read(value) for value in op.outputs if value is not None)
     made = graph.values[result.value]
     if len(made.shape) != 3 or made.stride != _contiguous(made.shape):
-        return "its result is not laid out moment after moment"
+        return "its result is not laid out time step after time step"
     readers = graph.readers[workspace.value]
     if len(readers) > 1 or workspace.value in graph.required:
         return "its workspace is read more than once"
@@ -125,7 +125,7 @@ def _why_not(graph: Graph, forward: int) -> str:
             return "its backward makes something else than gradients"
         gradient = graph.values[user.outputs[0] or 0]
         if len(gradient.shape) != 3 or gradient.stride != _contiguous(gradient.shape):
-            return "its gradient is not laid out moment after moment"
+            return "its gradient is not laid out time step after time step"
     return ""
 
 

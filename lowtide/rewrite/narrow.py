@@ -24,8 +24,8 @@ def narrow(graph: Graph) -> Graph:
     editor = Editor(graph)
     for value, item in enumerate(graph.values):
         readers = [op for op in graph.readers[value] if graph.ops[op].phase == "backward"]
-        stays = value in graph.required or item.storage in graph.lasting_storages
-        if stays or not readers or graph.ops[graph.maker[value]].phase != "forward" or not _dense(item):
+        outlives = value in graph.required or item.storage in graph.lasting_storages
+        if outlives or not readers or graph.ops[graph.maker[value]].phase != "forward" or not _dense(item):
             continue
         if dtype := _mask(graph, value) or _index(graph, value):
             store, packed = _pack(editor, value, dtype)

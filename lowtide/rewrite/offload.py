@@ -74,7 +74,7 @@ def leaving_bytes(graph: Graph) -> tuple[int, ...]:
 
 def _may_leave(graph: Graph, item: Input) -> bool:
     value = graph.values[item.value]
-    return value.kind in LEAVING and item.stays and value.nbytes >= SMALLEST and item.home == "device"
+    return value.kind in LEAVING and item.persistent and value.nbytes >= SMALLEST and item.home == "device"
 
 
 def _rank(graph: Graph, item: Input) -> tuple[int, int, int]:

@@ -1,206 +1,260 @@
-"""Inputs of a step in other forms: parts in place of floats, an op that makes the floats, one that makes the parts.
+"""The ops of a region written once for each part of the examples.
 
-What reads the input reads what `unpack` makes, which a program may make again wherever that is cheaper than to keep it.
-What wrote to the input writes to a temporary value, and `pack` puts the last of it into the parts.
+What the parts make for others is written into slices of one whole as soon as it is there, or added to the sum so far;
+what they read of others are slices. Sizes among the arguments are those of the part, counts those of the whole.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
-from lowtide.forms import BLOCK, COUNTER, MASK, PACK, SCALES, UNPACK, VALUES, wholes
-from lowtide.graph import Arg, Form, Graph, Input, Op, Output, Read, Value
-from lowtide.graph.targets import DTYPES
+from lowtide.aten import LABELLED, SUM
+from lowtide.graph import Arg, Constant, Graph, Op, Read, Value, View
+from lowtide.kernels.probe import Grows, Link, Operand, at
+from lowtide.rewrite.axis import Axis
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.region import Region
 
-LEAST = 1024  # elements: what is smaller stays as it is, for it saves nothing
-WITH_SCALES = ("int8", "uint8")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the elements of an input are stored."""
-
-    dtype: str = "float32"
-    count: int | None = None  # of elements that are stored, where a mask says which; None: all
-    by_chance: bool = True  # what is rounded is rounded by chance
+Span = tuple[int, int]  # from one example up to another
 
 
-def candidates(graph: Graph, kind: str) -> list[Input]:
-    """The inputs of a kind that are floats without gaps, are no results of the step, and are worth it."""
-    shown = {graph.values[output.value].storage for output in graph.outputs if output.role != "input"}
-    return [
-        item
-        for item in graph.inputs
-        if (value := graph.values[item.value]).kind == kind
-        and item.home == "device"
-        and value.storage not in shown
-        and value.dtype == "float32"
-        and value.form == "plain"
-        and math.prod(value.shape) >= LEAST
-        and _fills(value)
-    ]
+def spans(examples: int, parts: int) -> list[Span]:
+    """The examples in so many parts, of two sizes at most."""
+    ends = [examples * number // parts for number in range(parts + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
 
 
-def in_parts(graph: Graph, chosen: Iterable[tuple[Input, Layout]], masks: dict[str, int] | None = None) -> Graph:
-    """The graph with these inputs in parts; `masks` are those that other inputs of a parameter have already."""
-    editor = Editor(graph)
-    known = dict(masks or {})
-    for item, layout in chosen:
-        _Division(editor, item, layout, known).divide()
+def split(axis: Axis, regions: list[tuple[Region, int]]) -> Graph:
+    """The graph with each region in so many parts."""
+    editor = Editor(axis.graph)
+    for found, parts in regions:
+        _Writer(axis, editor, found).write(spans(axis.examples, parts))
     return editor.reordered()
 
 
-def order_of(value: Value) -> tuple[int, ...]:
-    """The dimensions of a value as they lie in memory."""
-    return tuple(sorted(range(len(value.shape)), key=lambda place: (-value.stride[place], -value.shape[place], place)))
+class _Writer:
+    """Writes one region in parts."""
 
+    def __init__(self, axis: Axis, editor: Editor, region: Region) -> None:
+        self.axis, self.graph, self.editor, self.region = axis, axis.graph, editor, region
+        self.inside = {*region.ops, *region.fresh}
+        self.anchor = region.ops[-1]
+        self.parts: dict[int, int] = {}  # value -> what it is in the part that is written
+        self.copies: dict[int, int] = {}  # value from outside -> its slice as a tensor of its own, in this part
+        self.sums: dict[int, int] = {}  # value -> the sum so far
+        self.wholes: dict[int, int] = {}  # value -> the whole so far
+        self.totals: dict[int, int] = {}  # labelled loss -> what all labels weigh
+        self.number = 0
 
-def with_values(graph: Graph, kind: str, dtype: Callable[[int], str]) -> Graph:
-    """The graph whose inputs in parts have their values in other dtypes, as is said of the floats that they make."""
-    editor = Editor(graph)
-    floats = {op.args[0]: op.makes[0] for op in graph.ops if op.target == UNPACK}
-    for whole in wholes(graph):
-        values = whole.values[VALUES]
-        if whole.kind == kind and graph.values[values].dtype == "float32" and Read(values) in floats:
-            _narrow(editor, values, whole.path, dtype(floats[Read(values)]), math.prod(graph.values[values].shape))
-    return editor.grown()
+    def write(self, parts: list[Span]) -> None:
+        """Take the ops out, and write them once for each part."""
+        for op in self.region.ops:
+            self.editor.take_out(op)
+        for op in self.region.fresh:
+            self.room(op)
+        for op in self.region.labelled:
+            self.totals[op] = self.total(op)
+        for self.number, span in enumerate(parts):
+            self.parts, self.copies = {}, {}
+            for op in self.region.ops:
+                self.part(op, span, last=self.number == len(parts) - 1)
 
+    def part(self, op: int, span: Span, *, last: bool) -> None:
+        """One op for one part."""
+        item, examples = self.graph.ops[op], span[1] - span[0]
+        kept = "none" if op in self.region.labelled else self.region.behaviours[op].kept
+        args, kwargs = self.axis.template(op)
+        given = tuple(self.argument(op, at(arg, examples, self.axis.examples, kept), span) for arg in args)
+        named = tuple(
+            (key, self.argument(op, at(arg, examples, self.axis.examples, kept), span)) for key, arg in kwargs
+        )
+        outputs = tuple(None if value is None else self.made(value) for value in item.outputs)
+        if op in self.region.labelled:
+            given = (*given[: (place := LABELLED[item.target][2])], SUM, *given[place + 1 :])
+        updates = tuple((self.updated(new, old), self.parts[old]) for new, old in item.updates)
+        call = replace(
+            item, name=f"{item.name}_part{self.number}", args=given, kwargs=named, outputs=outputs, updates=updates
+        )
+        self.put(op, call)
+        self.parts |= {
+            value: one
+            for value, one in zip(item.outputs, outputs, strict=True)
+            if value is not None and one is not None
+        }
+        self.parts |= {new: one for (new, _), (one, _) in zip(item.updates, updates, strict=True)}
+        if op in self.region.labelled:
+            self.weighed(op)
+        self.hand_over(op, span, last=last)
 
-def _narrow(editor: Editor, values: int, path: tuple[str | int, ...], dtype: str, count: int) -> None:
-    """Let values that are stored as floats already be stored with fewer bits."""
-    graph, item = editor.graph, editor.values[values]
-    later = [new for op in graph.ops if op.target == PACK for new, old in op.updates if old == values]
-    for value in (values, *later):
-        editor.values[value] = replace(editor.values[value], dtype=dtype, nbytes=count * DTYPES[dtype])
-    names = ((SCALES,) if dtype in WITH_SCALES else ()) + ((COUNTER,) if later else ())
-    beside = {name: _part(editor, item, name, path) for name in names}
-    for index in graph.ordinary:
-        op = editor.placed[index].op
-        if op.target not in (UNPACK, PACK) or op.args[0] != Read(values):
-            continue
-        args: list[Arg] = [*op.args]
-        args[1] = _read(beside, SCALES)
-        updates = op.updates
-        if op.target == PACK:
-            args[3] = _read(beside, COUNTER)
-            updates += tuple((_next(editor, part), part) for part in beside.values())
-            for new, old in updates[len(op.updates) :]:
-                name = next(one.path for one in editor.inputs if one.value == old)
-                editor.outputs.append(Output(new, "input", name))
-        editor.change(index, replace(op, args=tuple(args), updates=updates))
+    def made(self, value: int) -> int:
+        """A new value for a result in this part; what is the same in all of them is that of the first for others."""
+        if self.region.roles.get(value) == "same" and not self.number:
+            return value
+        return self.editor.value(self.editor.values[value])
 
+    def updated(self, new: int, old: int) -> int:
+        """The value that is there once an op has written over another."""
+        item = self.editor.values[self.parts[old]]
+        self.editor.values.append(replace(item, name=self.graph.values[new].name))
+        return len(self.editor.values) - 1
 
-def _part(editor: Editor, like: Value, name: str, path: tuple[str | int, ...]) -> int:
-    """A new part of an input beside its values."""
-    count = math.prod(like.shape)
-    dtype, length = {SCALES: ("float32", -(-count // BLOCK)), COUNTER: ("int64", 1)}[name]
-    value = replace(like, name=f"{' '.join(map(str, path))} {name}", dtype=dtype, shape=(length,), stride=(1,))
-    number = editor.value(replace(value, nbytes=length * DTYPES[dtype], eager_end=-1))
-    editor.inputs.append(Input(number, (*path, name)))
-    return number
+    def hand_over(self, op: int, span: Span, *, last: bool) -> None:
+        """Let others have what a part made."""
+        item = self.graph.ops[op]
+        results = () if op in self.region.labelled else self.region.behaviours[op].results
+        made = (*item.outputs, *(new for new, _ in item.updates))
+        for place, value in enumerate(made):
+            if value is None or value not in self.parts:
+                continue
+            role = self.region.roles.get(value)
+            if results and results[place] == "mean":
+                share = (span[1] - span[0]) / self.axis.examples
+                self.parts[value] = self.simple(
+                    op, "mul.Scalar", (Read(self.parts[value]), share), self.graph.values[value]
+                )
+            if not self.wanted(value):
+                continue
+            if role == "partial":
+                self.add(op, value, last=last)
+            elif role == "axis":
+                self.join(op, value, span, last=last)
 
+    def wanted(self, value: int) -> bool:
+        """Whether anybody outside of the region reads it."""
+        return value in self.graph.required or any(op not in self.inside for op in self.graph.readers[value])
 
-def _next(editor: Editor, part: int) -> int:
-    """What a part is after it was written to."""
-    editor.values.append(replace(editor.values[part]))
-    return len(editor.values) - 1
-
-
-class _Division:
-    """Divides one input into parts."""
-
-    def __init__(self, editor: Editor, item: Input, layout: Layout, masks: dict[str, int]) -> None:
-        self.editor, self.graph, self.item, self.layout = editor, editor.graph, item, layout
-        self.whole = self.graph.values[item.value]
-        self.count = math.prod(self.whole.shape) if layout.count is None else layout.count
-        self.masks = masks  # of parameters, by their names
-        self.form: Form = "packed" if layout.count is None else "sparse"
-
-    def divide(self) -> None:
-        graph, editor, item = self.graph, self.editor, self.item
-        contents = [value for value, one in enumerate(graph.values) if one.storage == self.whole.storage]
-        final = contents[-1]
-        editor.released.update(contents)
-        editor.inputs.remove(item)
-        parts = self._parts(written=final != item.value)
-        self._unpack(parts)
-        if final != item.value:
-            self._pack(parts, final)
-
-    def _parts(self, *, written: bool) -> dict[str, int]:
-        """The parts, as inputs; what never changes needs no chance."""
-        dtype, name = self.layout.dtype, str(self.item.path[0])
-        found = {VALUES: self._add(VALUES, dtype, self.count)}
-        if dtype in WITH_SCALES:
-            found[SCALES] = self._add(SCALES, "float32", -(-self.count // BLOCK))
-        if self.layout.count is not None:
-            if name not in self.masks:
-                self.masks[name] = self._add(MASK, "uint8", -(-math.prod(self.whole.shape) // 8))
-            found[MASK] = self.masks[name]
-        if written and dtype != "float32" and self.layout.by_chance:
-            found[COUNTER] = self._add(COUNTER, "int64", 1)
-        return found
-
-    def _add(self, part: str, dtype: str, length: int) -> int:
-        name = f"{self.whole.name} {part}"
-        nbytes = length * DTYPES[dtype]
-        value = replace(self.whole, name=name, dtype=dtype, shape=(length,), stride=(1,), nbytes=nbytes, form=self.form)
-        number = self.editor.value(replace(value, eager_end=-1))
-        self.editor.inputs.append(Input(number, (*self.item.path, part)))
-        return number
-
-    def _unpack(self, parts: dict[str, int]) -> None:
-        readers = self.graph.readers[self.item.value]
-        if not readers:
+    def add(self, op: int, value: int, *, last: bool) -> None:
+        """Add a term to the sum so far."""
+        term = self.parts[value]
+        if value not in self.sums:
+            self.sums[value] = term
             return
-        reader = self.graph.ops[readers[0]]
-        op = Op(
-            name=f"unpack_{self.whole.name}".replace(" ", "_"),
-            target=UNPACK,
-            args=(*(_read(parts, name) for name in (VALUES, SCALES, MASK)), self.whole.shape, self.whole.stride),
-            outputs=(self.item.value,),
-            phase=reader.phase,
-            module=reader.module,
-            source=reader.source,
+        into = value if last else self.editor.value(self.graph.values[value])
+        self.call(op, "add.Tensor", (Read(self.sums[value]), Read(term)), into)
+        self.sums[value] = into
+
+    def join(self, op: int, value: int, span: Span, *, last: bool) -> None:
+        """Write a slice into the whole."""
+        item = self.graph.values[value]
+        if value not in self.wholes:
+            self.wholes[value] = self.content(value)
+            dtype = ("dtype", Constant("dtype", item.dtype))
+            args = (item.shape, item.stride)
+            self.call(op, "empty_strided.default", args, self.wholes[value], kwargs=(dtype,))
+        before, after = self.wholes[value], value if last else self.content(value)
+        into = Read(before, self.editor.view(self.slice(value, span)))
+        name = f"{self.graph.ops[op].name}_join{self.number}_{value}"
+        copy = Op(name, "aten.copy_.default", (into, Read(self.parts[value])), (), (None,), ((after, before),))
+        self.put(op, self.like(op, copy))
+        self.wholes[value] = after
+
+    def content(self, value: int) -> int:
+        """A value for what the storage of another holds before."""
+        self.editor.values.append(self.graph.values[value])
+        return len(self.editor.values) - 1
+
+    def argument(self, op: int, arg: Any, span: Span) -> Arg:
+        """An argument in this part."""
+        if isinstance(arg, tuple):
+            return tuple(self.argument(op, item, span) for item in arg)
+        return self.read(op, arg, span) if isinstance(arg, Operand) else arg
+
+    def read(self, op: int, arg: Operand, span: Span) -> Read:
+        """What a call sees of a value in this part: its own, a slice of the whole, or what is the same for all."""
+        value = arg.place
+        if value in self.parts:
+            return Read(self.parts[value], self.views(None, arg.chain, span))
+        if self.axis.dim(value) < 0:
+            return Read(value, self.views(None, arg.chain, span))
+        sized = self.axis.sized[value]
+        assert sized is not None
+        cut = self.editor.view(self.slice(value, span))
+        if all(isinstance(step, int) for step in sized.stride):
+            return Read(value, self.views(cut, arg.chain, span))
+        if value not in self.copies:  # its examples are not one after the other
+            form = Constant("memory_format", "contiguous_format")
+            self.copies[value] = self.simple(
+                op, "clone.default", (Read(value, cut),), self.graph.values[value], kwargs=(("memory_format", form),)
+            )
+        return Read(self.copies[value], self.views(None, arg.chain, span))
+
+    def slice(self, value: int, span: Span) -> View:
+        """A view of some examples of a value."""
+        sized = self.axis.sized[value]
+        assert sized is not None
+        each = sized.shape[sized.dim]
+        assert isinstance(each, Grows)
+        return View(None, "aten.slice.Tensor", (sized.dim, each.at(span[0]), each.at(span[1])))
+
+    def views(self, parent: int | None, chain: tuple[Link, ...], span: Span) -> int | None:
+        """The views of a chain for a part."""
+        examples = span[1] - span[0]
+        for link in chain:
+            args = tuple(at(arg, examples, examples, "none") for arg in link.args)
+            parent = self.editor.view(View(parent, link.target, args, link.item))
+        return parent
+
+    def room(self, op: int) -> None:
+        """Let what only makes room for a draw do so without what it took the sizes from."""
+        item = self.graph.ops[op]
+        made = self.graph.values[item.makes[0]]
+        kwargs = (("dtype", Constant("dtype", made.dtype)),)
+        self.editor.change(
+            op, replace(item, target="aten.empty_strided.default", args=(made.shape, made.stride), kwargs=kwargs)
         )
-        self.editor.put(readers[0], -2, readers[0], op)
 
-    def _pack(self, parts: dict[str, int], final: int) -> None:
-        graph, editor = self.graph, self.editor
-        maker = graph.maker[final]
-        new = {part: _next(editor, value) for part, value in parts.items() if part != MASK}
-        made = graph.ops[maker]
-        op = Op(
-            name=f"pack_{self.whole.name}".replace(" ", "_"),
-            target=PACK,
-            args=(
-                *(_read(parts, name) for name in (VALUES, SCALES, MASK, COUNTER)),
-                Read(final),
-                order_of(self.whole),
-            ),
-            updates=tuple((new[part], parts[part]) for part in new),
-            phase=made.phase,
-            module=made.module,
-            source=made.source,
-        )
-        last = max((maker, *graph.readers[final]))
-        editor.put(last, 1, maker, op)
-        editor.outputs = [one for one in editor.outputs if one.role != "input" or one.path != self.item.path]
-        editor.outputs += [Output(value, "input", (*self.item.path, part)) for part, value in new.items()]
+    def total(self, op: int) -> int:
+        """What all labels that count weigh, as the loss would find it."""
+        item = self.graph.ops[op]
+        labels, weights, _, ignored = LABELLED[item.target]
+        target, weight, left_out = item.args[labels], item.args[weights], item.args[ignored]
+        loss = item.outputs[0]
+        assert loss is not None
+        seen = self.graph.values[loss]
+        counts = self.simple(op, "ne.Scalar", (target, left_out), seen, early=True)
+        dtype = (("dtype", Constant("dtype", seen.dtype)),)
+        if weight is None:
+            return self.simple(op, "sum.default", (Read(counts),), seen, kwargs=dtype, early=True)
+        known = self.simple(op, "clamp_min.default", (target, 0), seen, early=True)
+        each = self.simple(op, "take.default", (weight, Read(known)), seen, early=True)
+        weighed = self.simple(op, "mul.Tensor", (Read(each), Read(counts)), seen, early=True)
+        return self.simple(op, "sum.default", (Read(weighed),), seen, kwargs=dtype, early=True)
 
+    def weighed(self, op: int) -> None:
+        """Divide the loss of a part by what all labels weigh; that is what the backward divides by, too."""
+        loss, total = self.graph.ops[op].outputs
+        assert loss is not None
+        args = (Read(self.parts[loss]), Read(self.totals[op]))
+        self.parts[loss] = self.simple(op, "div.Tensor", args, self.graph.values[loss])
+        if total is not None:
+            self.parts[total] = self.totals[op]
 
-def _read(parts: dict[str, int], name: str) -> Read | None:
-    return Read(parts[name]) if name in parts else None
+    def simple(
+        self,
+        op: int,
+        name: str,
+        args: tuple[Arg, ...],
+        seen: Value,
+        *,
+        kwargs: tuple[Any, ...] = (),
+        early: bool = False,
+    ) -> int:
+        """A plain call of one result, which is a new value."""
+        made = self.editor.value(replace(seen, name=name.split(".")[0]))
+        self.call(op, name, args, made, kwargs=kwargs, early=early)
+        return made
 
+    def call(
+        self, op: int, name: str, args: tuple[Arg, ...], made: int, *, kwargs: tuple[Any, ...] = (), early: bool = False
+    ) -> None:
+        number = self.editor.count
+        call = Op(f"{self.graph.ops[op].name}_{name.split('.')[0]}_{number}", f"aten.{name}", args, kwargs, (made,))
+        self.put(op, self.like(op, call), early=early)
 
-def _fills(value: Value) -> bool:
-    """Whether the elements of a value fill its storage, in some order of the dimensions."""
-    count = 1
-    for stride, size in sorted(zip(value.stride, value.shape, strict=True)):
-        if size != 1 and stride != count:
-            return False
-        count *= size
-    return value.nbytes == count * DTYPES[value.dtype]
+    def like(self, op: int, call: Op) -> Op:
+        item = self.graph.ops[op]
+        return replace(call, phase=item.phase, module=item.module, source=item.source)
+
+    def put(self, op: int, call: Op, *, early: bool = False) -> None:
+        self.editor.put(self.region.ops[0] if early else self.anchor, -1 if early else self.number, op, call)

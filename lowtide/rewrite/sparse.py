@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.errors import UsageError
 from lowtide.forms import BLOCK
 from lowtide.graph import Graph, Input
-from lowtide.rewrite.parts import Layout, candidates, in_parts
+from lowtide.rewrite.forms import Layout, candidates, in_parts
 from lowtide.rewrites import Setting
 
 DENSITY = 0.3  # where nothing is said

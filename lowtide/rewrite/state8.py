@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
-from lowtide.rewrite.parts import Layout, candidates, in_parts, with_values
+from lowtide.rewrite.forms import Layout, candidates, in_parts, with_values
 from lowtide.rewrites import Setting
 
 ROOTS = ("aten.sqrt.default", "aten.sqrt_.default", "aten.rsqrt.default")

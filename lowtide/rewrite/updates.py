@@ -17,7 +17,7 @@ from lowtide.kernels.forms import REGISTERS
 from lowtide.kernels.forms_plain import INSTRUCTIONS
 from lowtide.kernels.shapes import Shapes
 from lowtide.rewrite.editor import Editor
-from lowtide.rewrite.parts import order_of
+from lowtide.rewrite.forms import order_of
 
 Number = Arg  # a number, or a read of one that is known when the step runs
 

@@ -16,9 +16,9 @@ from lowtide import private
 from lowtide.budget import read_budget
 from lowtide.errors import LowtideError, UsageError
 from lowtide.plan.loop import LoopPlan, plan_loop
-from lowtide.scan.first import First, Generator, first_moment
-from lowtide.scan.moments import Cell, Moments, masks
+from lowtide.scan.first import First, Generator, first_time_step
 from lowtide.scan.run import Loop, bind
+from lowtide.scan.time_steps import Cell, TimeSteps, masks
 
 __all__ = ["ScanPlan", "scan", "scan_plan"]
 
@@ -27,7 +27,7 @@ __all__ = ["ScanPlan", "scan", "scan_plan"]
 class ScanPlan:
     """What a scan holds and runs."""
 
-    length: int  # moments
+    length: int  # time steps
     state_bytes: int  # of a state that is stored; what is in the outputs too is not stored again
     cell_bytes: int  # of what one cell saves for its backward, the state before it included
     plain_bytes: int  # of what the plain loop saves: percentages are of this
@@ -46,11 +46,11 @@ def scan(
     lengths: Tensor | Sequence[int] | None = None,
     truncate: int | None = None,
 ) -> tuple[Any, Any]:
-    """Run a cell over all moments of the inputs, with the results and gradients of the plain loop to the bit.
+    """Run a cell over all time steps of the inputs, with the results and gradients of the plain loop to the bit.
 
-    `inputs` is a tensor with time first, a list of one tensor (or tree) for each moment, or a tree of tensors with time
-    first; `state` is a tree of tensors. The cell is called as `cell(x, state)` and returns `(output, new state)`, or
-    only the new state, whose first tensor is then the output. Returned are the outputs, stacked with time first, and
+    `inputs` is a tensor with time first, a list of one tensor (or tree) for each time step, or a tree of tensors with
+    time first; `state` is a tree of tensors. The cell is called as `cell(x, state)` and returns `(output, new state)`,
+    or only the new state, whose first tensor is then the output. Returned are the outputs, stacked with time first, and
     the last state. An output of None is not stacked.
 
     `budget` is bytes ("20MiB") or a part ("5%") of what the plain loop saves for its backward: what the loop keeps
@@ -59,8 +59,8 @@ def scan(
     too is read from the outputs, so these must not be written to before the backward. Without a budget everything is
     kept. Inside `fit` the loop is planned with the rest of the step, within fit's budget.
 
-    With `lengths` a sequence's state stops changing after as many moments, and its outputs are zero from there on. With
-    truncate=k no gradient goes back across the moments k, 2k, ..
+    With `lengths` a sequence's state stops changing after as many time steps, and its outputs are zero from there on.
+    With truncate=k no gradient goes back across the time steps k, 2k, ..
 
     Recomputed cells repeat their random numbers from torch's own generator. A cell may not write to tensors that it did
     not make. A parameter that is used outside of the loop too may get a gradient that is rounded differently.
@@ -68,7 +68,7 @@ def scan(
     given = _Call(cell, inputs, state, lengths, truncate)
     if budget is not None:
         if isinstance(budget, str):
-            read_budget(budget, stays=0, eager_peak=10**12)  # a wrong one is refused before anything runs
+            read_budget(budget, persistent=0, eager_peak=10**12)  # a wrong one is refused before anything runs
         _refuse_autocast()
         if torch.is_grad_enabled() and not _traced():
             found = given.within(budget)
@@ -85,7 +85,7 @@ def scan_plan(
     budget: int | str | None = None,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> ScanPlan:
-    """What `scan` would do with these arguments; only the first moment is run."""
+    """What `scan` would do with these arguments; only the first time step is run."""
     given = _Call(cell, inputs, state, lengths, None)
     begin = given.generator.get()
     try:
@@ -113,22 +113,24 @@ class _Call:
 
     def __init__(self, function: Any, inputs: Any, state: Any, lengths: Any, truncate: int | None) -> None:
         if truncate is not None and (isinstance(truncate, bool) or not isinstance(truncate, int) or truncate < 1):
-            raise UsageError(f"truncate={truncate!r} is no number of moments.", hint="give a whole number from 1 on.")
+            raise UsageError(
+                f"truncate={truncate!r} is no number of time steps.", hint="give a whole number from 1 on."
+            )
         self.function, self.truncate = function, truncate
-        self.moments = Moments(inputs)
-        self.cell = Cell(function, self.moments, state)
-        self.masks = masks(lengths, self.moments, self.cell.state)
+        self.time_steps = TimeSteps(inputs)
+        self.cell = Cell(function, self.time_steps, state)
+        self.masks = masks(lengths, self.time_steps, self.cell.state)
         self.generator = Generator(self.cell.state[0].device)
 
     def plainly(self) -> tuple[Any, Any]:
         """The plain loop."""
         state = self.cell.state
         stacks: list[list[Any]] = []
-        for moment, (inputs, mask) in enumerate(zip(self.moments.columns(), self.masks, strict=True)):
-            if self.truncate is not None and moment > 0 and moment % self.truncate == 0:
+        for time_step, (inputs, mask) in enumerate(zip(self.time_steps.columns(), self.masks, strict=True)):
+            if self.truncate is not None and time_step > 0 and time_step % self.truncate == 0:
                 cut = {id(leaf): leaf.detach() for leaf in state}
                 state = [cut[id(leaf)] for leaf in state]
-            outputs, state = self.cell(moment, inputs, state, mask)
+            outputs, state = self.cell(time_step, inputs, state, mask)
             stacks = stacks or [[] for _ in outputs]
             for stack, one in zip(stacks, outputs, strict=True):
                 stack.append(one)
@@ -147,21 +149,21 @@ class _Call:
         if first is None or plan is None:
             self.generator.set(begin)
             return None
-        loop = Loop(self.cell, self.moments, self.masks, self.truncate, first, plan, self.generator, begin)
+        loop = Loop(self.cell, self.time_steps, self.masks, self.truncate, first, plan, self.generator, begin)
         del first
         with torch.no_grad():
             loop.sweep()
         return self.cell.results(*bind(loop))
 
     def first(self) -> First | None:
-        """The first moment."""
-        inputs = self.moments.columns()[0]
-        return first_moment(self.function, self.cell, inputs, self.masks[0], self.generator)
+        """The first time step."""
+        inputs = self.time_steps.columns()[0]
+        return first_time_step(self.function, self.cell, inputs, self.masks[0], self.generator)
 
     def plan(self, first: First, budget: int | str | None) -> LoopPlan:
         """The schedule."""
-        length = self.moments.length
-        nbytes = None if budget is None else read_budget(budget, stays=0, eager_peak=first.plain.plain(length))
+        length = self.time_steps.length
+        nbytes = None if budget is None else read_budget(budget, persistent=0, eager_peak=first.plain.plain(length))
         return plan_loop(length, first.sizes, nbytes)
 
 
@@ -173,7 +175,7 @@ def _traced() -> bool:
 def _refuse_autocast() -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UsageError(
-            "a scan within a budget can't run under autocast, which casts each parameter once for all moments.",
+            "a scan within a budget can't run under autocast, which casts each parameter once for all time steps.",
             hint="cast the cell itself (cell.bfloat16()), or scan without a budget.",
         )
 
@@ -182,6 +184,6 @@ def _refuse_hooks(captured: Sequence[Tensor]) -> None:
     for tensor in captured:
         if private.gradient_hooks(tensor):
             raise UsageError(
-                f"a tensor of shape {tuple(tensor.shape)} has a hook, which would see the gradient of every moment.",
+                f"a tensor of shape {tuple(tensor.shape)} has a hook, which would see the gradient of every time step.",
                 hint="remove the hook and look at .grad after the backward, or scan without a budget.",
             )

@@ -1,4 +1,4 @@
-"""The first moment of a scan: what its cell saves, which tensors it uses, and whether it may run again."""
+"""The first time step of a scan: what its cell saves, which tensors it uses, and whether it may run again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.errors import UsageError
 from lowtide.plan.loop import Sizes
 from lowtide.private import sequence_number, storage_key
-from lowtide.scan.moments import Cell, Leaves
+from lowtide.scan.time_steps import Cell, Leaves
 from lowtide.scan.watch import Known, Watch, memory, owner_of, tensors
 
 
@@ -30,7 +30,7 @@ class Kept:
 
 @dataclass
 class First:
-    """The first moment, and what it tells about all."""
+    """The first time step, and what it tells about all."""
 
     sizes: Sizes  # as scan holds them: state that is in the outputs takes nothing
     plain: Sizes  # as the plain loop holds them
@@ -70,7 +70,7 @@ class Generator:
 
 def run_with_graph(
     cell: Cell,
-    moment: int,
+    time_step: int,
     inputs: Sequence[Tensor],
     state: Sequence[Tensor],
     mask: Tensor | None,
@@ -85,7 +85,7 @@ def run_with_graph(
             one = {id(leaf): cut for leaf, cut in reversed(list(zip(state, before, strict=True)))}
             before = [one[id(leaf)] for leaf in state]
         given = [leaf.detach().requires_grad_() if leaf.requires_grad else leaf for leaf in inputs]
-        outputs, after = cell(moment, given, before, mask)
+        outputs, after = cell(time_step, given, before, mask)
         return outputs, after, Kept(before, given, _edges(after), _edges(outputs))
 
 
@@ -93,10 +93,10 @@ def _edges(leaves: Iterable[Any]) -> list[GradientEdge | None]:
     return [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 
-def first_moment(
+def first_time_step(
     function: Callable[..., Any], cell: Cell, inputs: Sequence[Tensor], mask: Tensor | None, generator: Generator
 ) -> First | None:
-    """Run the first moment; None where nothing needs a gradient. The generator has then moved on."""
+    """Run the first time step; None where nothing needs a gradient. The generator has then moved on."""
     before, begin = cell.state, generator.get()
     place, key = memory(function, [*inputs, *before], mask)
     known = place.get(key)
@@ -200,7 +200,7 @@ def _captured(function: Any, kept: Kept, own: set[int], start: int) -> tuple[lis
     leaves, older = _walk(kept, start)
     found = {id_: leaf for id_, (leaf, _) in leaves.items() if id_ not in own}
     owner = owner_of(function)
-    if isinstance(owner, torch.nn.Module):  # a later moment may use parameters that the first one does not
+    if isinstance(owner, torch.nn.Module):  # a later time step may use parameters that the first one does not
         found |= {id(one): one for one in owner.parameters() if one.requires_grad}
     uses = [leaves[id_][1] if id_ in leaves else 0 for id_ in found]
     return [*found.values(), *[None] * len(older)], [count != 1 for count in (*uses, *older.values())]
@@ -231,7 +231,7 @@ def _find(
     kept: Kept,
     start: int,
 ) -> list[Tensor | None]:
-    """The captured tensors, also those with a history, for which the first moment runs once more."""
+    """The captured tensors, also those with a history, for which the first time step runs once more."""
     _, older = _walk(kept, start)
     with _Look(older) as look:
         run_with_graph(cell, 0, inputs, state, mask, needs)
@@ -246,7 +246,7 @@ def _find(
 
 
 def unknown_leaf(kept: Kept, captured: Sequence[Tensor]) -> Tensor | None:
-    """A tensor outside that a later moment uses and the first one did not."""
+    """A tensor outside that a later time step uses and the first one did not."""
     leaves, _ = _walk(kept, 0, {(one.grad_fn, one.output_nr) for one in captured})
     known = {id(leaf) for leaf in (*captured, *kept.state, *kept.inputs)}
     return next((leaf for id_, (leaf, _) in leaves.items() if id_ not in known), None)

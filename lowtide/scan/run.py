@@ -14,7 +14,7 @@ from lowtide.plan.classics.chain import Backward, Forward
 from lowtide.plan.loop import LoopPlan
 from lowtide.private import accumulation_hooks, autograd_engine
 from lowtide.scan.first import First, Generator, Kept, run_with_graph, unknown_leaf
-from lowtide.scan.moments import Cell, Leaves, Moments, Stacked
+from lowtide.scan.time_steps import Cell, Leaves, Stacked, TimeSteps
 
 Gradient = Tensor | None
 
@@ -25,7 +25,7 @@ class Loop:
     def __init__(
         self,
         cell: Cell,
-        moments: Moments,
+        time_steps: TimeSteps,
         masks: list[Tensor | None],
         truncate: int | None,
         first: First,
@@ -33,15 +33,15 @@ class Loop:
         generator: Generator,
         begin: Tensor,
     ) -> None:
-        self.cell, self.moments, self.masks, self.truncate = cell, moments, masks, truncate
-        self.first: First | None = first  # until its moment is taken over
+        self.cell, self.time_steps, self.masks, self.truncate = cell, time_steps, masks, truncate
+        self.first: First | None = first  # until its time step is taken over
         self.captured, self.often, self.needs = first.captured, first.often, first.needs
         self.quiet, self.shared, self.twins = first.quiet, first.shared, first.twins
         self.differentiable = [edge is not None for edge in first.kept.outputs]
         self.generator = generator if first.random else None
         self.begin = begin
         self.plan, self.done = plan, 0  # actions
-        self.columns = moments.columns()
+        self.columns = time_steps.columns()
         self.stored: dict[int, tuple[Leaves, Tensor | None]] = {}  # with the generator's state
         self.kept: dict[int, Kept] = {}
         # Whether autograd itself may add up the gradients of what the cell has captured, as it does in the plain loop.
@@ -71,50 +71,50 @@ class Loop:
             self.done += 1
 
     def _forward(self, action: Forward) -> list[Any]:
-        moment = action.step
-        if self.at != moment:
-            self.state, drawn = self.stored[moment]
+        time_step = action.step
+        if self.at != time_step:
+            self.state, drawn = self.stored[time_step]
             if drawn is not None and self.generator is not None:
                 self.generator.set(drawn)
-        if action.keep == "input" and moment not in self.stored:
-            self.stored[moment] = self._lean(moment), self._drawn(moment)
-        outputs, self.state = self._run(moment, keep=action.keep == "internals")
-        self.at = moment + 1
+        if action.keep == "input" and time_step not in self.stored:
+            self.stored[time_step] = self._lean(time_step), self._drawn(time_step)
+        outputs, self.state = self._run(time_step, keep=action.keep == "internals")
+        self.at = time_step + 1
         return outputs
 
-    def _run(self, moment: int, *, keep: bool) -> tuple[list[Any], Leaves]:
+    def _run(self, time_step: int, *, keep: bool) -> tuple[list[Any], Leaves]:
         if self.first is not None:
             outputs, state, kept = self.first.outputs, self.first.state, self.first.kept
             self.first = None
         elif keep or not self.quiet:
-            inputs, mask = self.columns[moment], self.masks[moment]
+            inputs, mask = self.columns[time_step], self.masks[time_step]
             outputs, state, kept = run_with_graph(
-                self.cell, moment, inputs, self._lean(moment), mask, self.needs, twins=self.twins
+                self.cell, time_step, inputs, self._lean(time_step), mask, self.needs, twins=self.twins
             )
         else:
             with torch.no_grad():
-                return self.cell(moment, self.columns[moment], self.state, self.masks[moment])
+                return self.cell(time_step, self.columns[time_step], self.state, self.masks[time_step])
         if keep:
-            self.kept[moment] = kept
+            self.kept[time_step] = kept
         cut = {id(leaf): leaf.detach() for leaf in state}
         return outputs, [cut[id(leaf)] for leaf in state]
 
-    def _drawn(self, moment: int) -> Tensor | None:
+    def _drawn(self, time_step: int) -> Tensor | None:
         if self.generator is None:
             return None
-        return self.begin if moment == 0 else self.generator.get()
+        return self.begin if time_step == 0 else self.generator.get()
 
-    def _lean(self, moment: int) -> Leaves:
+    def _lean(self, time_step: int) -> Leaves:
         """The state at hand, where what the outputs hold anyway is read there."""
-        if moment == 0 or not self.same:
+        if time_step == 0 or not self.same:
             return self.state
         found: dict[int, Tensor] = {}
         for output in self.same:
             stack = self.outputs[output] if self.outputs else None
             if stack is not None and stack.whole is not None:
-                found[output] = stack.view(moment - 1)
+                found[output] = stack.view(time_step - 1)
             elif (views := self.views[output] if self.views else None) is not None:
-                found[output] = views[moment - 1].data
+                found[output] = views[time_step - 1].data
         return [
             leaf if output is None or output not in found else found[output]
             for leaf, output in zip(self.state, self.shared, strict=True)
@@ -162,38 +162,38 @@ class Loop:
         state = [_sum(one, other) for one, other in zip(state, added, strict=True)]
         totals: list[Gradient] = [None] * len(self.captured)
         width = len(self.columns[0])
-        stacks = [Stacked(self.plan.length) for _ in range(width)] if self.moments.stacked else None
-        singles: list[Gradient] = [None] * len(self.moments.leaves)
+        stacks = [Stacked(self.plan.length) for _ in range(width)] if self.time_steps.stacked else None
+        singles: list[Gradient] = [None] * len(self.time_steps.leaves)
         while self.done < len(self.plan.actions):
             action = self.plan.actions[self.done]
             self.done += 1
             if isinstance(action, Forward):
                 self._forward(action)
                 continue
-            moment = action.step
-            self.stored.pop(moment, None)
+            time_step = action.step
+            self.stored.pop(time_step, None)
             self.at, self.state = -1, []
-            state, inputs = self._backward(moment, self.kept.pop(moment), gradients, state, totals)
+            state, inputs = self._backward(time_step, self.kept.pop(time_step), gradients, state, totals)
             for place, gradient in enumerate(inputs):
                 if stacks is not None:
-                    stacks[place].put(moment, gradient)
+                    stacks[place].put(time_step, gradient)
                 else:
-                    singles[moment * width + place] = gradient
+                    singles[time_step * width + place] = gradient
         found = [stack.take() for stack in stacks] if stacks is not None else singles
         return found, state, [tensor.grad for tensor in self.captured] if self.adds else totals
 
-    def _of_outputs(self, moment: int, gradients: list[Sequence[Tensor] | None]) -> list[Gradient]:
-        """For each leaf of the state before a moment the gradient that it gets because it is an output too."""
-        begin = 0 if self.truncate is None or moment == 0 else (moment - 1) // self.truncate * self.truncate
+    def _of_outputs(self, time_step: int, gradients: list[Sequence[Tensor] | None]) -> list[Gradient]:
+        """For each leaf of the state before a time step the gradient that it gets because it is an output too."""
+        begin = 0 if self.truncate is None or time_step == 0 else (time_step - 1) // self.truncate * self.truncate
         found: list[Gradient] = []
         for origin in self.origins:
-            made = -1 if origin is None else moment - 1 - origin[1]
+            made = -1 if origin is None else time_step - 1 - origin[1]
             found.append(None if origin is None or made < begin else _of(gradients, origin[0], made))
         return found
 
     def _backward(
         self,
-        moment: int,
+        time_step: int,
         kept: Kept,
         gradients: list[Sequence[Tensor] | None],
         state: list[Gradient],
@@ -204,11 +204,11 @@ class Loop:
         What other parts of the graph have added to a sum before this cell comes goes in as a root, so that autograd
         adds in the order of the plain loop.
         """
-        if moment == self.plan.length - 1 and (strange := unknown_leaf(kept, self.captured)) is not None:
+        if time_step == self.plan.length - 1 and (strange := unknown_leaf(kept, self.captured)) is not None:
             raise UsageError(
-                f"at the last moment the cell uses a tensor of shape {tuple(strange.shape)} that needs a gradient and "
-                "that it did not use at the first.",
-                hint="use the same parameters at every moment, or scan without a budget.",
+                f"at the last time step the cell uses a tensor of shape {tuple(strange.shape)} that needs a gradient "
+                "and that it did not use at the first.",
+                hint="use the same parameters at every time step, or scan without a budget.",
             )
         roots: list[GradientEdge | Tensor] = []
         given: list[Tensor] = []
@@ -222,16 +222,16 @@ class Loop:
             root(edge, gradient)
         for output, edge in enumerate(kept.outputs):
             if output not in self.same:
-                root(edge, _of(gradients, output, moment))
-        apart = moment > 0 and self.truncate is not None and moment % self.truncate == 0
-        arrived = self._of_outputs(moment, gradients)
-        if not apart:  # what the cell hands on has got this gradient already, at a later moment
+                root(edge, _of(gradients, output, time_step))
+        apart = time_step > 0 and self.truncate is not None and time_step % self.truncate == 0
+        arrived = self._of_outputs(time_step, gradients)
+        if not apart:  # what the cell hands on has got this gradient already, at a later time step
             arrived = [None if place in self.handed_on else one for place, one in enumerate(arrived)]
         wanted: list[Tensor] = []
         places: list[int] = []
         if not apart:
             for place, before in enumerate(kept.state):
-                needed = self.cell.state[place].requires_grad if moment == 0 else before.requires_grad
+                needed = self.cell.state[place].requires_grad if time_step == 0 else before.requires_grad
                 if needed and not any(before is other for other in wanted):
                     wanted.append(before)
                     places.append(place)
@@ -315,12 +315,12 @@ class Bound(torch.autograd.Function):
 def bind(loop: Loop) -> tuple[list[Any], Leaves]:
     """The outputs and the last state of a loop after its sweep, as results that autograd knows.
 
-    The inputs go in backwards: a tensor that is the input of several moments gets its gradients as in the plain loop.
+    The inputs go in backwards: a tensor that is the input of several time steps gets its gradients as in a plain loop.
     """
     state = list(loop.state)
     inside = [stack is not None for stack in loop.outputs]
     results = list(
-        Bound.apply(loop, *reversed(loop.moments.leaves), *loop.cell.state, *loop.captured)  # type: ignore[no-untyped-call]
+        Bound.apply(loop, *reversed(loop.time_steps.leaves), *loop.cell.state, *loop.captured)  # type: ignore[no-untyped-call]
     )
     outputs = [results.pop(0) if there else None for there in inside]
     unique = iter(results)
@@ -332,7 +332,7 @@ def bind(loop: Loop) -> tuple[list[Any], Leaves]:
 
 
 def _origin(place: int, passes: Sequence[int | None], same: dict[int, int]) -> tuple[int, int] | None:
-    """The output that a leaf of the state is, and for how many moments it was handed on since; None if it is none."""
+    """The output that a leaf of the state is, and for how many time steps it was handed on; None if it is none."""
     for delay in range(len(passes)):
         for output, leaf in same.items():
             if leaf == place:
@@ -344,9 +344,9 @@ def _origin(place: int, passes: Sequence[int | None], same: dict[int, int]) -> t
     return None
 
 
-def _of(gradients: list[Sequence[Tensor] | None], output: int, moment: int) -> Gradient:
+def _of(gradients: list[Sequence[Tensor] | None], output: int, time_step: int) -> Gradient:
     found = gradients[output]
-    return None if found is None else found[moment]
+    return None if found is None else found[time_step]
 
 
 def _sum(one: Gradient, other: Gradient) -> Gradient:

@@ -22,7 +22,7 @@ BATCH_NORM = torch.ops.aten.native_batch_norm.default  # writes to its statistic
 class Known:
     """What an earlier scan found out about a cell."""
 
-    needs: tuple[bool, ...]  # which leaves of the state take part in the backward, from the second moment on
+    needs: tuple[bool, ...]  # which leaves of the state take part in the backward, from the second time step on
     quiet: bool  # whether it computes the same bits without autograd
     foreign: tuple[StorageWeakRef, ...]  # what it reads and does not make
     passes: tuple[int | None, ...]  # for each leaf of the state after it the one before it that it hands on

@@ -31,17 +31,17 @@ def refuse_call(steps: Any, *, allowed: bool = False) -> None:
         )
 
 
-def announce(steps: int, *, peak: int, eager_peak: int, stays: int, tell: Callable[[str], None] | None) -> None:
+def announce(steps: int, *, peak: int, eager_peak: int, persistent: int, tell: Callable[[str], None] | None) -> None:
     """Say what verified steps need beside the budget, in bytes: eager's whole step, and one more copy to go back to.
 
     `peak` is that of the planned step. Raise where the machine does not have that much.
     """
-    beside = eager_peak + stays
+    beside = eager_peak + persistent
     what = (
         f"the next {steps} steps run beside eager PyTorch: {beside:,} bytes above the budget, {eager_peak:,} for "
-        f"eager's step on a copy and {stays:,} for a copy to go back to"
+        f"eager's step on a copy and {persistent:,} for a copy to go back to"
     )
-    need, free = beside + peak - stays, free_memory()
+    need, free = beside + peak - persistent, free_memory()
     if need > free:
         raise UsageError(
             f"{what}. With the planned step that is {need:,} bytes, and {free:,} are free.",

@@ -1,6 +1,6 @@
-"""Train, kill -9 at random moments, go on, and compare: `python kills.py FOLDER KILLS SEED` prints what it saw as JSON.
+"""Train, kill -9 at random times, go on, and compare: `python kills.py FOLDER KILLS SEED` prints what it saw as JSON.
 
-Each run is a fork of this process, which has imported everything and computed nothing, so that the moments fall into
+Each run is a fork of this process, which has imported everything and computed nothing, so that the times fall into
 the training and not into the imports.
 """
 
@@ -77,7 +77,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 def kill_once(folder: Path, path: Path, chance: random.Random, seconds: float) -> str | None:
-    """Start or go on, and kill that at some moment; what is there then, or None if the run was quicker."""
+    """Start or go on, and kill that at some time; what is there then, or None if the run was quicker."""
     process, before = start(folder, *on(path)), _when(path)
     if chance.random() < 0.8:  # while it trains, else at any time
         while _when(path) == before and os.waitpid(process, os.WNOHANG) == (0, 0):

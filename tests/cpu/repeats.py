@@ -20,7 +20,7 @@ class Repeater:
         self.forgets = {op for op in range(len(graph.ops)) if graph.repeatable(op) and chance.random() < part}
         self.instructions: list[Instruction] = []
         self.present = {item.value for item in graph.inputs}
-        self.staying = {item.value for item in graph.inputs if item.stays} | graph.required
+        self.persisting = {item.value for item in graph.inputs if item.persistent} | graph.required
         self.makeable_until = self.horizons()
         self.ran: set[int] = set()
         self.repeated: set[int] = set()
@@ -69,7 +69,7 @@ class Repeater:
         self.present -= {old for _, old in over}
         self.present |= set(makes)
         for value in dict.fromkeys((*reads, *makes)):
-            if value in self.present and value not in self.staying and not self.keeps(value):
+            if value in self.present and value not in self.persisting and not self.keeps(value):
                 self.present.remove(value)
                 self.instructions.append(Free(value))
 

@@ -290,17 +290,17 @@ def test_a_step_that_learns_holds_no_arena_beside_what_it_allocates() -> None:
 
 def test_threads_that_allocate_all_the_time_disturb_nothing() -> None:
     twins, stop = Twins(), threading.Event()
-    turns = [0, 0]
+    laps = [0, 0]
 
     def churn(number: int) -> None:
         kept: list[Tensor] = []
         while not stop.is_set():
-            fill = turns[number] % 251
-            kept.append(torch.full((64 * (1 + turns[number] % 97),), fill, dtype=torch.uint8))
+            fill = laps[number] % 251
+            kept.append(torch.full((64 * (1 + laps[number] % 97),), fill, dtype=torch.uint8))
             if len(kept) > 40:
-                oldest = kept.pop(turns[number] % 40)
+                oldest = kept.pop(laps[number] % 40)
                 assert int(oldest.min()) == int(oldest.max())
-            turns[number] += 1
+            laps[number] += 1
         assert all(int(tensor.min()) == int(tensor.max()) for tensor in kept)
 
     def train() -> None:
@@ -311,7 +311,7 @@ def test_threads_that_allocate_all_the_time_disturb_nothing() -> None:
             stop.set()
 
     run_threads(train, lambda: churn(0), lambda: churn(1))
-    assert min(turns) > 100
+    assert min(laps) > 100
     assert twins.train.mismatches == 0
 
 

@@ -343,7 +343,7 @@ def test_a_race_from_end_to_end_with_a_duel(one_thread: None, monkeypatch: pytes
         assert row["equal"]
         assert row["metered_peak"] <= row["budget"]
         assert row["own"] == pytest.approx(
-            (row["metered_peak"] - survey["stays"]) / (survey["eager_peak"] - survey["stays"])
+            (row["metered_peak"] - survey["persistent"]) / (survey["eager_peak"] - survey["persistent"])
         )
         assert row["time_ratio"] > 0
         assert row["planning_seconds"] <= row["prepare_seconds"]

@@ -31,7 +31,7 @@ from lowtide.rewrite import cut, longest, with_narrow
 from lowtide.rewrites import Allowed
 
 CLOSE = 5e-6  # of the largest entry: how far a gradient of weights may be from eager's
-LENGTH = 11  # moments: not a multiple of the chunks
+LENGTH = 11  # time steps: not a multiple of the chunks
 
 
 class Layers(nn.Module):
@@ -128,7 +128,7 @@ def recurrent(model: nn.Module) -> set[str]:
 
 @cache
 def alone() -> bool:
-    """Whether torch computes a moment the same way however many others are in the call; not on every processor."""
+    """Whether torch computes a time step the same way however many others are in the call; not on every processor."""
     chance = torch.Generator().manual_seed(0)
     for size, hidden, spans in product((6, 8, 12, 24), (6, 12), (range(0, LENGTH, 6), range(LENGTH))):
         layer, x = nn.LSTM(size, hidden), torch.randn(LENGTH, 4, size, generator=chance)
@@ -234,7 +234,7 @@ def test_gru_is_small_ops_already() -> None:
     recipe = gru(layers=1, width=8, length=6, vocabulary=5, batch=2)
     graph = lowtide.capture(recipe.step, recipe.model, sgd(recipe.model), recipe.example).graph
     gates = [op for op in graph.ops if op.target == "aten.sigmoid_.default"]
-    assert len(gates) == 2 * 6  # two gates at each of six moments
+    assert len(gates) == 2 * 6  # two gates at each of six time steps
     assert longest(graph) == 0
 
 

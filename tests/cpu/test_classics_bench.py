@@ -128,7 +128,7 @@ def test_schedules_of_chen_are_replayed_as_written(length: int) -> None:
         runs = sum(graph.ops[op].target == "aten.tanh.default" for op in sequence)
         assert runs == sum(isinstance(action, Forward) for action in schedule)
         assert forwards in (None, runs)
-        assert arrays.peak(sequence) - arrays.stays <= (slots + 3) * 10**4
+        assert arrays.peak(sequence) - arrays.persistent <= (slots + 3) * 10**4
     assert runs > 2 * length
 
 
@@ -164,7 +164,7 @@ def test_a_plain_loop_is_counted_metered_and_compared() -> None:
     assert ratios[0] == 1.0
     assert loops.same(taken.results, again.results)
     assert len(taken.results) == 1 + 2 * 2 + 2 * 4 + 1
-    assert taken.own > 2 * 10 * 4 * 4 * (4 * 8)  # the gates of each layer at each moment
+    assert taken.own > 2 * 10 * 4 * 4 * (4 * 8)  # the gates of each layer at each time step
     changed = [*again.results[:-1], again.results[-1] + 1e-6]
     assert not loops.same(taken.results, changed)
     assert not loops.same(taken.results, again.results[1:])

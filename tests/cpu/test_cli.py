@@ -19,7 +19,7 @@ GPT = SMALL["gpt"]
 MLP = SMALL["mlp"]
 COMMON = {  # what the JSON of every command has
     "budget",
-    "stays",
+    "persistent",
     "predicted_peak",
     "metered_peak",
     "least_feasible",
@@ -154,7 +154,7 @@ def test_categories_and_modules_add_up_to_the_peak(profiled: dict[str, Any]) -> 
     peak = profiled["predicted_peak"]
     assert sum(profiled["categories"].values()) == peak
     assert sum(branch["bytes"] for branch in profiled["modules"]) == peak
-    assert profiled["stays"] + profiled["own"] == peak
+    assert profiled["persistent"] + profiled["own"] == peak
     blocks = next(branch for branch in profiled["modules"] if branch["module"].startswith("blocks"))
     assert sum(blocks["categories"].values()) == blocks["bytes"] >= sum(part["bytes"] for part in blocks["parts"])
 

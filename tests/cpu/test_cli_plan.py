@@ -57,9 +57,9 @@ def test_the_numbers_of_a_plan_agree_with_each_other_and_with_the_saved_program(
     found = json_of("plan", GPT, "--budget", "50%", *QUICK, "--out", str(file))
     assert found.keys() >= COMMON | {"gap", "eager_peak", "recomputed", "kept", "in_place", "runs", "ops"}
     assert found["metered_peak"] is None
-    assert found["stays"] < found["least_bound"] <= found["least_feasible"] <= found["predicted_peak"]
-    assert found["stays"] < found["predicted_peak"] <= found["budget"] < found["eager_peak"]
-    assert found["budget"] == found["stays"] + round((found["eager_peak"] - found["stays"]) / 2)
+    assert found["persistent"] < found["least_bound"] <= found["least_feasible"] <= found["predicted_peak"]
+    assert found["persistent"] < found["predicted_peak"] <= found["budget"] < found["eager_peak"]
+    assert found["budget"] == found["persistent"] + round((found["eager_peak"] - found["persistent"]) / 2)
     assert 0 <= found["bound"] <= found["overhead"] + 1e-9
     assert found["gap"] == pytest.approx(found["overhead"] - found["bound"])
 
@@ -78,7 +78,7 @@ def test_the_numbers_of_a_plan_agree_with_each_other_and_with_the_saved_program(
     seconds = sum(row["seconds"] for row in found["recomputed"]) + found["packing_seconds"]
     assert seconds == pytest.approx(found["overhead"] * found["seconds_without_recomputation"])
     assert any(row["bytes"] for row in found["recomputed"])
-    own = found["budget"] - found["stays"]
+    own = found["budget"] - found["persistent"]
     assert 0 < sum(row["bytes"] for row in found["kept"]) <= own
     assert found["in_place"]["count"] > 0
     for rows, order in ((found["recomputed"], "seconds"), (found["kept"], "bytes")):
@@ -234,7 +234,7 @@ def test_a_kept_value_says_what_it_would_cost_to_let_it_go(saved: Path) -> None:
 def test_inputs_results_and_modules_are_explained(saved: Path) -> None:
     weight = explained(saved, "tokens.weight")
     assert weight["verdict"] == "an input"
-    assert any("stays" in sentence for sentence in weight["sentences"])
+    assert any("persistent" in sentence for sentence in weight["sentences"])
     result = run("plan", GPT, "--load", str(saved), "--costs", "roofline", "--explain", "blocks.1.attention")
     assert result.exit_code == 0, result.output
     assert "When the most bytes are in use" in result.stdout

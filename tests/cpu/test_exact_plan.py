@@ -31,7 +31,7 @@ def arrays(target: str) -> Problem:
 
 
 def budget_of(step: Problem, part: float) -> int:
-    return step.stays + int(part * (step.peak(early_updates(step.graph)) - step.stays))
+    return step.persistent + int(part * (step.peak(early_updates(step.graph)) - step.persistent))
 
 
 @cache
@@ -84,5 +84,5 @@ def test_one_shot_orders_of_real_steps_are_valid_and_near_their_bound(name: str)
     order = one_shot(step, early)
     assert sorted(order) == list(captured_order(step.graph))
     assert check(step.graph, step.costs, emit(step, order)) == step.peak(order) <= step.peak(early)
-    bound = step.stays + least(Board(step, early))
-    assert bound <= step.peak(order) <= bound + 0.2 * (bound - step.stays)
+    bound = step.persistent + least(Board(step, early))
+    assert bound <= step.peak(order) <= bound + 0.2 * (bound - step.persistent)

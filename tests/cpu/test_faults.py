@@ -1,4 +1,4 @@
-"""A lack of memory at any allocation, and Ctrl-C at any moment: eager's bits, or an error that says what changed."""
+"""A lack of memory at any allocation, and Ctrl-C at any time: eager's bits, or an error that says what changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lowtide.allocator.arena import POOL
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FEW, MANY = 8, 200  # allocations that fail, one after the other
-MOMENTS, MORE_MOMENTS = 10, 100
+TIMES, MORE_TIMES = 10, 100
 SECONDS = 1800
 
 
@@ -115,8 +115,8 @@ def nothing_left() -> bool:
     return not allocator.installed()
 
 
-def interrupt_often(door: str, moments: int, seed: int) -> int:
-    """Interrupt so many steps at random moments, each from one checkpoint; how many heard it."""
+def interrupt_often(door: str, times: int, seed: int) -> int:
+    """Interrupt so many steps at random times, each from one checkpoint; how many heard it."""
     train, model, optimizer, example = doors(door)
     twin, twins_optimizer, _ = recipe()
     torch.manual_seed(1)
@@ -132,26 +132,26 @@ def interrupt_often(door: str, moments: int, seed: int) -> int:
     train(*example)
     took = time.perf_counter() - began
     chance, came = random.Random(seed), 0
-    for moment in range(moments):
+    for when in range(times):
         start.load()
         came += interrupt_after(chance.random() * took, lambda: train(*example))
-        assert nothing_left(), moment
-        assert all(arena.blocks == 0 for arena in POOL._idle), moment
+        assert nothing_left(), when
+        assert all(arena.blocks == 0 for arena in POOL._idle), when
         start.load()
-        assert torch.equal(train(*example).detach(), loss), moment
-        assert differing(everything(model, optimizer), expected) == set(), moment
+        assert torch.equal(train(*example).detach(), loss), when
+        assert differing(everything(model, optimizer), expected) == set(), when
     return came
 
 
 @pytest.mark.parametrize("door", ["fit", "wrap"])
-def test_ctrl_c_at_some_moments(alarm: None, door: str) -> None:
-    assert interrupt_often(door, MOMENTS, 0) > 0
+def test_ctrl_c_at_some_times(alarm: None, door: str) -> None:
+    assert interrupt_often(door, TIMES, 0) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("door", ["fit", "wrap"])
-def test_ctrl_c_at_many_moments(alarm: None, door: str) -> None:
-    assert interrupt_often(door, MORE_MOMENTS, 1) > MORE_MOMENTS // 4
+def test_ctrl_c_at_many_times(alarm: None, door: str) -> None:
+    assert interrupt_often(door, MORE_TIMES, 1) > MORE_TIMES // 4
 
 
 AROUND = (

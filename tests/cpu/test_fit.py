@@ -169,12 +169,12 @@ def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
     tight = replace(device.CPU, free_bytes=lambda: 40_000)
     monkeypatch.setitem(device.DEVICES, "cpu", tight)
     train = lowtide.fit(step, model, optimizer, example=example, time_limit=0.2, costs="roofline")
-    stays = train.costs.stays(train.captured.graph)
-    assert train.plan.budget == stays + 36_000
+    persistent = train.costs.persistent(train.captured.graph)
+    assert train.plan.budget == persistent + 36_000
     for _ in range(3):
         train(*example)
     assert train.peak is not None
-    assert train.peak <= stays + 36_000
+    assert train.peak <= persistent + 36_000
     monkeypatch.undo()
     roomy = lowtide.fit(step, model, optimizer, example=example, time_limit=0.2, costs="roofline")
     assert roomy.plan.budget is not None
@@ -275,12 +275,12 @@ def test_temporaries_that_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> No
     graph = with_narrow(lowtide.capture(step, model, optimizer, example).graph)
     costs = lowtide.measure(graph)
     backwards = [op for op in range(len(graph.ops)) if graph.ops[op].target == "aten.convolution_backward.default"]
-    assert any(costs.extra[op] > 10_000 for op in backwards)
+    assert any(costs.arena_temporaries[op] > 10_000 for op in backwards)
 
     def understated(graph: lowtide.Graph, **options: Any) -> Costs:
         costs = lowtide.measure(graph, **options)
-        none = [0 if op in backwards else nbytes for op, nbytes in enumerate(costs.extra)]
-        return replace(costs, extra=tuple(none), inside=tuple(none))
+        none = [0 if op in backwards else nbytes for op, nbytes in enumerate(costs.arena_temporaries)]
+        return replace(costs, arena_temporaries=tuple(none), heap_temporaries=tuple(none))
 
     believed = lowtide.plan(graph, understated(graph))
     needed = lowtide.simulate(graph, costs, lowtide.plan(graph, costs).program).peak
@@ -378,7 +378,7 @@ def test_without_an_arena_no_more_is_held_at_a_time(monkeypatch: pytest.MonkeyPa
         train(*example)
     with allocator.meter() as meter:
         train(*example)
-    assert train.costs.stays(train.captured.graph) + meter.peak <= planned.peak
+    assert train.costs.persistent(train.captured.graph) + meter.peak <= planned.peak
 
 
 def test_where_there_is_no_memory_for_the_arena_it_is_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:

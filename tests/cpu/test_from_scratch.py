@@ -33,12 +33,12 @@ def test_it_runs_and_keeps_every_budget() -> None:
         [sys.executable, FILE], capture_output=True, encoding="utf-8", env=environment, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    stays, own = _numbers(r"adds ([\d.]+) MB to ([\d.]+) MB", ended.stdout)[::-1]
+    persistent, own = _numbers(r"adds ([\d.]+) MB to ([\d.]+) MB", ended.stdout)[::-1]
     rows = [tuple(map(float, match.groups())) for match in ROW.finditer(ended.stdout)]
     assert [row[0] for row in rows] == [100, 75, 50, 35, 25]
     for percent, predicted, metered, again, more in rows:
         assert predicted == metered
-        assert metered <= stays + own * percent / 100 + 0.01
+        assert metered <= persistent + own * percent / 100 + 0.01
         assert (again == 0) == (more == 0) == (percent == 100)
     assert [row[1] for row in rows] == sorted((row[1] for row in rows), reverse=True)
     assert "no plan: " in ended.stdout

@@ -89,7 +89,14 @@ def test_a_book_that_cannot_be_written_is_no_failure(
 ) -> None:
     if name != "fsync":
         monkeypatch.setattr(os, "fsync", lambda file: None)
-    answer = {"seconds": 0.25, "extra": 64, "inside": 64, "outputs": [128], "in_place": [], "code": 0}
+    answer = {
+        "seconds": 0.25,
+        "arena_temporaries": 64,
+        "heap_temporaries": 64,
+        "outputs": [128],
+        "in_place": [],
+        "code": 0,
+    }
     for nth in nths:
         monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / str(nth)))
         number = 0
@@ -97,9 +104,9 @@ def test_a_book_that_cannot_be_written_is_no_failure(
             while count.calls < nth:
                 number += 1
                 book = Book([])
-                book.add({f"{number}": {**answer, "extra": number}})
+                book.add({f"{number}": {**answer, "arena_temporaries": number}})
                 assert number <= nth
         found = Book([]).answers
-        assert all(found[key]["extra"] == int(key) for key in found)
+        assert all(found[key]["arena_temporaries"] == int(key) for key in found)
         assert found.keys() >= {str(earlier) for earlier in range(1, number)}
         assert [path.name for path in (tmp_path / str(nth)).iterdir()] == [book.path.name] * bool(found)

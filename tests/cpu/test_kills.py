@@ -1,4 +1,4 @@
-"""Training runs that are killed at random moments, with kill -9, go on to the bits of one that was not."""
+"""Training runs that are killed at random times, with kill -9, go on to the bits of one that was not."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_chains_see_the_cells_of_a_loop(name: str, loss: str) -> None:
     costs = lowtide.roofline(graph)
     planning = Planning(graph, costs)
     arrays = planning.arrays
-    budget = arrays.stays + (arrays.peak(planning.order) - arrays.stays) * 2 // 5
+    budget = arrays.persistent + (arrays.peak(planning.order) - arrays.persistent) * 2 // 5
     found = CLASSICS[name](arrays, planning.order, budget)
     assert found is not None
     assert arrays.peak(found) <= budget

@@ -50,14 +50,14 @@ def test_the_predicted_peak_is_the_metered_one(name: str) -> None:
     captured = lowtide.capture(step, model, optimizer, example)
     costs = lowtide.measure(captured.graph)
     assert not costs.notes
-    stays = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
+    persistent = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
     program = lowtide.keep_everything(captured.graph)
     predicted = lowtide.simulate(captured.graph, costs, program).peak
     assert predicted == lowtide.check(captured.graph, costs, program)
-    found = stays + metered(lowtide.execute(captured, program), example)
+    found = persistent + metered(lowtide.execute(captured, program), example)
     assert found == pytest.approx(predicted, rel=0.005)
     as_eager = lowtide.simulate(captured.graph, costs, lowtide.as_eager(captured.graph)).peak
-    eager = stays + metered(lambda *batch: step(model, optimizer, *batch), example)
+    eager = persistent + metered(lambda *batch: step(model, optimizer, *batch), example)
     assert eager == pytest.approx(as_eager, rel=0.005)
 
 
@@ -126,7 +126,7 @@ def test_local_peaks_and_real_bytes() -> None:
         assert value is not None
         assert graph.values[value].nbytes == 0, "torch declares no bytes for the workspace"
         assert costs.nbytes[value] > 1000
-    assert any(costs.extra)
+    assert any(costs.arena_temporaries)
 
 
 def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
@@ -137,7 +137,7 @@ def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
         return result.fill_(second.numel() % 7)
 
     room, returned = bench_call._room(CPU, call)
-    assert (room.extra, room.inside, returned.nbytes) == (500, 1524 - 1024, 1024)
+    assert (room.arena_temporaries, room.heap_temporaries, returned.nbytes) == (500, 1524 - 1024, 1024)
     assert room.nbytes == [1000, 500, 1024]
     assert room.offset == [512, 0, 512]
     assert room.arena >= 512 + 1024
@@ -150,7 +150,9 @@ def test_the_room_of_a_call_is_one_piece_beside_its_results() -> None:
         del small, larger
 
     room, _ = bench_call._room(CPU, fragments)
-    assert (room.extra, room.inside) == (704 + 64, 764), "here and there in the heap, but in one piece of the arena"
+    assert (room.arena_temporaries, room.heap_temporaries) == (704 + 64, 764), (
+        "here and there in the heap, but in one piece of the arena"
+    )
 
 
 def test_the_code_that_a_library_compiles_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ def test_the_code_that_a_library_compiles_is_counted_once(monkeypatch: pytest.Mo
 
     def compiling(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for specimen in specimens:
-            yield {"seconds": 1.0, "extra": 0, "inside": 0, "in_place": [], "code": 10} | {
+            yield {"seconds": 1.0, "arena_temporaries": 0, "heap_temporaries": 0, "in_place": [], "code": 10} | {
                 "outputs": [None] * len(specimen["outputs"])
             }
 
@@ -192,7 +194,14 @@ def test_answers_are_kept_and_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_one_flipped_digit_of_an_answer_is_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
-    answer = {"seconds": 0.25, "extra": 64, "inside": 64, "outputs": [128, None], "in_place": [[0, 1]], "code": 0}
+    answer = {
+        "seconds": 0.25,
+        "arena_temporaries": 64,
+        "heap_temporaries": 64,
+        "outputs": [128, None],
+        "in_place": [[0, 1]],
+        "code": 0,
+    }
     given = {"a1": answer, "b2": {**answer, "in_place": []}}
     book = Book(["here"])
     book.add(given)
@@ -213,7 +222,7 @@ def test_one_flipped_digit_of_an_answer_is_not_believed(monkeypatch: pytest.Monk
 
 def test_answers_that_others_may_have_written_are_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
-    answer = {"seconds": 1.0, "extra": 0, "inside": 0, "outputs": [], "in_place": [], "code": 0}
+    answer = {"seconds": 1.0, "arena_temporaries": 0, "heap_temporaries": 0, "outputs": [], "in_place": [], "code": 0}
     book = Book([])
     book.add({"a": answer})
     book.path.chmod(0o620)

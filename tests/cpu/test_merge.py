@@ -141,7 +141,7 @@ def test_eager_s_peak_is_that_of_the_checkpointed_program() -> None:
     costs = lowtide.measure(graph)
     captured = lowtide.simulate(graph, costs, lowtide.as_eager(graph)).peak
     assert fitted._fits[0].eager_peak == captured
-    assert abs(captured - costs.stays(graph) - metered.peak) <= 0.01 * captured
+    assert abs(captured - costs.persistent(graph) - metered.peak) <= 0.01 * captured
 
 
 def test_with_the_bytes_of_the_plain_model_nothing_runs_twice() -> None:

@@ -247,7 +247,7 @@ class Network(nn.Module):
         return torch.as_tensor(self.head(self.recurrent(x)[0].mean(1)))
 
 
-def training(*, grads_stay: bool) -> tuple[nn.Module, Callable[[], None]]:
+def training(*, grads_persist: bool) -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -257,7 +257,7 @@ def training(*, grads_stay: bool) -> tuple[nn.Module, Callable[[], None]]:
         optimizer.zero_grad()
         functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if not grads_stay:
+        if not grads_persist:
             optimizer.zero_grad()
 
     step()
@@ -266,7 +266,7 @@ def training(*, grads_stay: bool) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def test_metered_and_unmetered_steps_take_turns() -> None:
-    _, step = training(grads_stay=False)
+    _, step = training(grads_persist=False)
     peaks = set()
     for number in range(8):
         step()
@@ -282,7 +282,7 @@ def test_metered_and_unmetered_steps_take_turns() -> None:
 
 
 def test_gradients_that_stay_are_all_that_is_left() -> None:
-    model, step = training(grads_stay=True)
+    model, step = training(grads_persist=True)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     for _ in range(3):
         step()
@@ -296,8 +296,8 @@ def test_gradients_that_stay_are_all_that_is_left() -> None:
 
 
 def test_metering_changes_no_number() -> None:
-    plain, step = training(grads_stay=False)
-    metered, metered_step = training(grads_stay=False)
+    plain, step = training(grads_persist=False)
+    metered, metered_step = training(grads_persist=False)
     for _ in range(3):
         step()
         with allocator.meter():
@@ -308,7 +308,7 @@ def test_metering_changes_no_number() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's own
 def test_the_profiler_of_torch_saw_the_same() -> None:
-    _, step = training(grads_stay=False)
+    _, step = training(grads_persist=False)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
@@ -352,8 +352,8 @@ def test_threads_allocate_at_once() -> None:
     held: list[int] = []
 
     def work(number: int) -> None:
-        for turn in range(rounds):
-            one = block(1000 + number + turn % 7)
+        for lap in range(rounds):
+            one = block(1000 + number + lap % 7)
             two = block(64)
             del one, two
         kept = block(1 << 20)

@@ -206,7 +206,7 @@ def test_the_unrolled_cell_can_have_its_loss_at_the_end() -> None:
     torch.testing.assert_close(step(model, optimizer, inputs, targets), expected)
 
 
-def test_the_unrolled_cell_has_a_loss_at_each_moment() -> None:
+def test_the_unrolled_cell_has_a_loss_at_each_time_step() -> None:
     step, model, optimizer, (inputs, targets) = build(SMALL["lstm-cell"])
     assert targets.shape == inputs.shape
     expected = F.mse_loss(torch.stack(model(inputs), dim=1), targets)

@@ -142,8 +142,15 @@ def test_a_book_of_costs_gives_what_was_written_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int
 ) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
-    answer = {"seconds": 0.25, "extra": 64, "inside": 64, "outputs": [128, None], "in_place": [[0, 1]], "code": 0}
-    given = {f"{number:064x}": {**answer, "extra": number} for number in range(5)}
+    answer = {
+        "seconds": 0.25,
+        "arena_temporaries": 64,
+        "heap_temporaries": 64,
+        "outputs": [128, None],
+        "in_place": [[0, 1]],
+        "code": 0,
+    }
+    given = {f"{number:064x}": {**answer, "arena_temporaries": number} for number in range(5)}
     book = Book([])
     book.add(given)
     whole, random = book.path.read_bytes(), Random(seed)

@@ -34,9 +34,9 @@ def all_narrow(graph: Graph, costs: Costs) -> Program:
     instead: dict[int, int] = {}
     for keep in graph.alternatives:
         uses = (graph.maker[keep.value], *graph.readers[keep.value])
-        turn = next(place for place, op in enumerate(uses) if graph.ops[op].phase == "backward")
-        after[uses[turn - 1]].append(keep.store)
-        before[uses[turn]].extend(keep.restore)
+        backward = next(place for place, op in enumerate(uses) if graph.ops[op].phase == "backward")
+        after[uses[backward - 1]].append(keep.store)
+        before[uses[backward]].extend(keep.restore)
         instead.update(keep.instead)
     order = [run for op in graph.ordinary for run in (*before[op], instead.get(op, op), *after[op])]
     return emit(problem(graph, costs), np.array(order, np.int64))

@@ -77,7 +77,7 @@ def costs_for(name: str) -> Any:
 class Frame:
     """The bytes of a step without offload."""
 
-    stays: int
+    persistent: int
     least: int
     most: int
 
@@ -88,8 +88,8 @@ class Frame:
 
     @property
     def below(self) -> int:
-        """A budget that nothing can keep without offload: a part of what stays is elsewhere."""
-        return self.least - self.stays // 3
+        """A budget that nothing can keep without offload: a part of what persists is elsewhere."""
+        return self.least - self.persistent // 3
 
 
 @cache
@@ -97,7 +97,7 @@ def frame(name: str) -> Frame:
     step, model, optimizer, example = recipe(name)()
     train = lowtide.fit(step, model, optimizer, example=example, costs=costs_for(name), time_limit=0.1)
     graph = train.captured.graph
-    return Frame(train.costs.stays(graph), least(graph, train.costs).peak, train.plan.peak)
+    return Frame(train.costs.persistent(graph), least(graph, train.costs).peak, train.plan.peak)
 
 
 def fitting(name: str, within: int | None, **options: Any) -> Callable[..., Fitted]:
@@ -142,11 +142,11 @@ def test_steps_are_eagers_within_the_budget(name: str, part: str) -> None:
 
 
 def test_a_budget_below_what_stays_trains() -> None:
-    stays = frame("mlp").stays
-    train = assert_exact(recipe("mlp"), steps=3, make=fitting("mlp", int(0.8 * stays)))
-    assert train.peak == train.plan.peak <= 0.8 * stays
-    assert train.costs.stays(train.captured.graph) == stays
-    assert living(train) > 0.2 * stays
+    persistent = frame("mlp").persistent
+    train = assert_exact(recipe("mlp"), steps=3, make=fitting("mlp", int(0.8 * persistent)))
+    assert train.peak == train.plan.peak <= 0.8 * persistent
+    assert train.costs.persistent(train.captured.graph) == persistent
+    assert living(train) > 0.2 * persistent
 
 
 @pytest.mark.parametrize("part", ["between", "below"])
@@ -329,9 +329,11 @@ def test_values_of_a_wrapped_model_wait_across_the_handover(place: Place, monkey
     assert copied_away(fitted)
     assert living(fitted) == 0
     rows = fitted.program.instructions
-    turn = next(n for n, row in enumerate(rows) if hasattr(row, "op") and graph.ops[row.op].target == kernels.TURN)
-    sent = {row.value for row in rows[:turn] if isinstance(row, Copy) and row.to == place}
-    assert sent & {row.value for row in rows[turn:] if isinstance(row, Copy) and row.to == "device"}
+    handover = next(
+        n for n, row in enumerate(rows) if hasattr(row, "op") and graph.ops[row.op].target == kernels.HANDOVER
+    )
+    sent = {row.value for row in rows[:handover] if isinstance(row, Copy) and row.to == place}
+    assert sent & {row.value for row in rows[handover:] if isinstance(row, Copy) and row.to == "device"}
     assert "waits on the" in fitted.report()
 
 
@@ -445,8 +447,8 @@ def test_a_report_says_what_is_elsewhere() -> None:
     assert "lives on the disk" in text
     assert "staging" in text
     assert "pages in memory" in text
-    stays = train.costs.stays(graph) - living(train)
-    assert f"{lowtide.report.show_bytes(stays)} stays between steps" in text
+    persistent = train.costs.persistent(graph) - living(train)
+    assert f"{lowtide.report.show_bytes(persistent)} persists between steps" in text
 
 
 def _run(*arguments: str) -> Any:

@@ -184,8 +184,8 @@ def test_half_of_what_stays_is_enough(target: str) -> None:
     graph = apply(captured.graph, (*EXACT, *offload("disk", homes=homes))).graph
     costs = dataclasses.replace(roofline(graph), lanes=LANES, staging=STAGING)
     found = least(graph, costs)
-    print(f"\n{target}: {costs.stays(graph):,} bytes stay, {found.peak:,} are enough")
-    assert found.peak <= costs.stays(graph) / 2
+    print(f"\n{target}: {costs.persistent(graph):,} bytes persist, {found.peak:,} are enough")
+    assert found.peak <= costs.persistent(graph) / 2
 
 
 def test_a_plan_with_copies_that_fits_has_an_arena() -> None:
@@ -194,6 +194,6 @@ def test_a_plan_with_copies_that_fits_has_an_arena() -> None:
     captured = lowtide.capture(step, model, None, example)
     graph = apply(captured.graph, (*EXACT, *offload("disk"))).graph
     costs = dataclasses.replace(roofline(graph), lanes=LANES, staging=STAGING)
-    budget = costs.stays(graph) + largest + STAGING + case.nbytes // 4 + 2 * SIDE * SIDE * 4
+    budget = costs.persistent(graph) + largest + STAGING + case.nbytes // 4 + 2 * SIDE * SIDE * 4
     found = plan(graph, costs, budget, method="offload", time_limit=0.1)
     assert found.program.arena > 0

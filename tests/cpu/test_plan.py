@@ -14,14 +14,14 @@ from lowtide import models
 
 
 def metered_peak(train: lowtide.Fitted, example: tuple[object, ...]) -> int:
-    """The whole step's peak in bytes: what stays, the arena, and what the meter saw."""
+    """The whole step's peak in bytes: what persists, the arena, and what the meter saw."""
     for _ in range(2):
         train(*example)
     with lowtide.meter() as meter:
         train(*example)
     graph = train.captured.graph
-    stays = sum(graph.values[item.value].nbytes for item in graph.inputs if item.stays)
-    assert train.peak == stays + train.arena_bytes + meter.peak
+    persistent = sum(graph.values[item.value].nbytes for item in graph.inputs if item.persistent)
+    assert train.peak == persistent + train.arena_bytes + meter.peak
     assert not train.mismatches
     return train.peak
 

@@ -60,8 +60,8 @@ def test_the_peak_of_a_program_that_repeats_is_predicted(name: str) -> None:
         run(*example)
     with lowtide.meter() as meter:
         run(*example)
-    stays = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
-    assert stays + meter.peak == pytest.approx(predicted, rel=0.005)
+    persistent = sum(costs.nbytes[item.value] for item in captured.graph.inputs)
+    assert persistent + meter.peak == pytest.approx(predicted, rel=0.005)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

@@ -28,19 +28,19 @@ def plain(
 ) -> tuple[Any, Any]:
     """The obvious loop."""
     if isinstance(inputs, Tensor):
-        moments = list(inputs.unbind(0))
+        time_steps = list(inputs.unbind(0))
     elif isinstance(inputs, dict):
-        moments = [
+        time_steps = [
             dict(zip(inputs, parts, strict=True)) for parts in zip(*(v.unbind(0) for v in inputs.values()), strict=True)
         ]
     else:
-        moments = list(inputs)
+        time_steps = list(inputs)
     outputs = []
-    for time, moment in enumerate(moments):
+    for time, time_step in enumerate(time_steps):
         if truncate is not None and time and time % truncate == 0:
             leaves, form = tree.flatten(state)
             state = form.build([leaf.detach() for leaf in leaves])
-        result = cell(moment, state)
+        result = cell(time_step, state)
         pair = (
             isinstance(result, tuple)
             and len(result) == 2
@@ -517,9 +517,9 @@ def test_hooks_on_parameters_are_refused() -> None:
 
 def test_wrong_calls_are_refused() -> None:
     case = lstm()
-    refused("no number of moments", truncate=0)
-    refused("no moments", case=case._replace(inputs=noise(0, BATCH, WIDTH)))
-    refused("no moments", case=case._replace(inputs=[]))
+    refused("no number of time steps", truncate=0)
+    refused("no time steps", case=case._replace(inputs=noise(0, BATCH, WIDTH)))
+    refused("no time steps", case=case._replace(inputs=[]))
     refused("a NoneType where a tensor", case=case._replace(state=None))
     refused("returned", case=case._replace(cell=lambda x, s: (x, s, x)))
     refused("returned", case=case._replace(cell=lambda x, s: x))
@@ -580,7 +580,7 @@ def test_writing_to_what_the_backward_reads_is_noticed(what: str) -> None:
         loss.backward()
 
 
-def test_parameters_that_only_later_moments_use_are_found_or_refused() -> None:
+def test_parameters_that_only_later_time_steps_use_are_found_or_refused() -> None:
     class Switching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

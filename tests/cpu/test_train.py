@@ -425,7 +425,7 @@ def test_planned_and_eager_runs_have_the_same_losses_and_their_own_peaks() -> No
     assert planned["losses"][-1] < planned["losses"][0]
     assert planned["metered_peak"] <= planned["budget"] < eager["metered_peak"]
     assert planned["metered_peak"] == pytest.approx(planned["predicted_peak"], rel=0.005)
-    assert planned["stays"] == eager["stays"]
+    assert planned["persistent"] == eager["persistent"]
     assert planned["mismatches"] == 0
     captured = capture(*build(GPT))
     costs = measure(captured.graph)

@@ -404,9 +404,9 @@ def test_a_fitted_step_says_what_it_needs_and_is_verified() -> None:
     step, model, optimizer, example = models.build(models.SMALL["gpt"])
     told: list[str] = []
     train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0, tell=told.append, verify=2)
-    eager_peak, stays = train._fits[0].eager_peak, train.costs.stays(train.captured.graph)
+    eager_peak, persistent = train._fits[0].eager_peak, train.costs.persistent(train.captured.graph)
     assert told[-1].startswith(
-        f"the next 2 steps run beside eager PyTorch: {eager_peak + stays:,} bytes above the budget"
+        f"the next 2 steps run beside eager PyTorch: {eager_peak + persistent:,} bytes above the budget"
     )
     shorter = tuple(leaf[:1] for leaf in example)
     for batch in (example, shorter, example):  # another shape is planned, and verified, too

@@ -359,16 +359,16 @@ def test_an_independent_meter_agrees() -> None:
     x = torch.randn(512, 256)
     net = wrap(model, x, budget="60%")
     gradient = torch.randn(512, 256)
-    stays = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes + gradient.nbytes
+    persistent = sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes + gradient.nbytes
     for number in range(4):
         with lowtide.meter() as meter:
             out = net(x)
             out.backward(gradient)
             del out
         if number == 0:
-            assert stays + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
+            assert persistent + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
         else:  # the arena is there already
-            assert stays + net.fitted.arena_bytes + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
+            assert persistent + net.fitted.arena_bytes + meter.peak <= net.fitted.plan.budget  # type: ignore[operator]
         model.zero_grad()
     assert net.fitted.peak == pytest.approx(net.fitted.plan.peak, rel=0.005)
     assert net.fitted.plan.overhead > 0

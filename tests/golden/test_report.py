@@ -153,8 +153,8 @@ def test_a_profile_adds_up() -> None:
     graph = small_graph()
     program = Program(graph.fingerprint, (Run(0), Run(1), Free(2), Run(2, over=((4, 0),)), Free(3)))
     found = profile(graph, declared(graph), program)
-    assert (found.peak, found.stays, found.own) == (440, 140, 300)
-    assert found.moment.op == "mmb_0"
+    assert (found.peak, found.persistent, found.own) == (440, 140, 300)
+    assert found.peak_op.op == "mmb_0"
     held = {name: nbytes for name, nbytes in found.categories.items() if nbytes}
     assert held == {"parameters": 100, "gradients": 100, "batch": 40, "activations": 200}
     assert [(branch.path, branch.nbytes) for branch in found.modules] == [("layer", 400), ("(top level)", 40)]

@@ -111,7 +111,7 @@ class Machine:
             storage = graph.values[item.value].storage
             cell = Cell(costs.nbytes[item.value], -1, self.right[item.value], storage)
             self.homes[storage] = self.cells(item.home)[item.value] = cell
-        self.kept = {graph.values[item.value].storage for item in graph.inputs if item.stays}
+        self.kept = {graph.values[item.value].storage for item in graph.inputs if item.persistent}
         self.heap = list(self.device.values())  # every cell of the device that was ever there
         self.flights: dict[tuple[int, str], tuple[Cell, Cell, int]] = {}
         self.draws: list[int] = []  # ops, in the order in which they drew
@@ -157,7 +157,7 @@ class Machine:
         at = run.at
         if not self.program.arena:
             at = (-1,) * (len(makes) + 1)
-        elif len(at) < len(makes) + (self.costs.extra[op] > 0):
+        elif len(at) < len(makes) + (self.costs.arena_temporaries[op] > 0):
             raise Wrong("not enough offsets")
         over = dict(run.over)
         if any(value not in self.device for value in reads) or not set(over) <= set(makes):
@@ -168,7 +168,8 @@ class Machine:
         for value, offset in zip(makes, at, strict=False):
             if value in over and self.device[over[value]].offset != offset:
                 raise Wrong("in place at another place")
-        scratch = self.allocate(self.costs.extra[op], at[len(makes)] if self.costs.extra[op] else -1)
+        needed = self.costs.arena_temporaries[op]
+        scratch = self.allocate(needed, at[len(makes)] if needed else -1)
 
         contents = {value: self.read(self.device[value]) for value in reads}
         if any(contents[value] != self.right[value] for value in reads):
@@ -315,7 +316,7 @@ def faults(graph: Graph, costs: Costs, program: Program) -> tuple[int | None, se
 
 
 class History:
-    """Answers about a program, found by looking back; `now` is always the moment before that instruction."""
+    """Answers about a program, found by looking back; `now` is always the time before that instruction."""
 
     def __init__(self, graph: Graph, costs: Costs, program: Program) -> None:
         self.graph, self.costs, self.rows, self.size = graph, costs, program.instructions, program.arena
@@ -420,7 +421,7 @@ class History:
     def homeless(self, now: int, value: int) -> bool:
         """Whether the storage was one that the step uses up, and is gone."""
         mine = {v for v in range(len(self.graph.values)) if self.same(v, value)}
-        if self.home(value) != "device" or any(item.stays and item.value in mine for item in self.graph.inputs):
+        if self.home(value) != "device" or any(item.persistent and item.value in mine for item in self.graph.inputs):
             return False
         frees = [n for n, row in enumerate(self.rows[:now]) if isinstance(row, Free) and row.place == "device"]
         return any(self.rows[n].value in mine and self.at_home(n, self.rows[n].value) for n in frees)  # type: ignore[union-attr]
@@ -434,7 +435,7 @@ class History:
         row = self.rows[now]
         match row:
             case Run():
-                yield from self.broken_turn(now, row)
+                yield from self.broken_order(now, row)
                 reads = self.graph.reads_of(row.op, again=row.again)
                 for value in reads:
                     yield from self.reading(now, "device", value)
@@ -468,7 +469,7 @@ class History:
                 if (to, at) == (self.home(value), -1) and any(self.at_home(now, v) for v in same):
                     yield "overlap"
 
-    def broken_turn(self, now: int, run: Run) -> Iterator[str]:
+    def broken_order(self, now: int, run: Run) -> Iterator[str]:
         earlier = [row for row in self.rows[:now] if isinstance(row, Run)]
         before = any(row.op == run.op for row in earlier)
         item = self.graph.ops[run.op]
@@ -529,15 +530,15 @@ class History:
         return len(range(max(a[0], b[0]), min(a[1], b[1]))) > 0
 
     def broken_layout(self, now: int, run: Run) -> Iterator[str]:
-        makes, extra = self.graph.makes_of(run.op, again=run.again), self.costs.extra[run.op]
-        if len(run.at) != (len(makes) + bool(extra) if self.size else 0):
+        makes, needed = self.graph.makes_of(run.op, again=run.again), self.costs.arena_temporaries[run.op]
+        if len(run.at) != (len(makes) + bool(needed) if self.size else 0):
             yield "misplaced"
             return
         if not self.size:
             return
         spans = self.spans(now)
-        for value, offset in zip((*makes, None) if extra else makes, run.at, strict=True):
-            nbytes = extra if value is None else self.costs.nbytes[value]
+        for value, offset in zip((*makes, None) if needed else makes, run.at, strict=True):
+            nbytes = needed if value is None else self.costs.nbytes[value]
             yield from self.misplaced(value, nbytes, offset)
             under = [read for made, read in run.over if made == value]
             if under and self.there(now, "device", under[0]):
@@ -557,8 +558,8 @@ class History:
             yield "out of order"
         for value in range(len(graph.values)):
             written = any(value == old for op in graph.ops for _, old in op.updates)
-            stays = any(item.stays and self.same(item.value, value) for item in graph.inputs) and not written
-            expected = any(output.value == value for output in graph.outputs) or stays
+            persistent = any(item.persistent and self.same(item.value, value) for item in graph.inputs) and not written
+            expected = any(output.value == value for output in graph.outputs) or persistent
             home = self.home(value)
             for place in ("device", "host", "disk"):
                 if self.flying(end, place, value):
@@ -661,7 +662,11 @@ def _runs(graph: Graph, costs: Costs, state: State, op: int, useful: set[int]) -
     for gone in (frozenset(some) for size in range(len(can_go) + 1) for some in combinations(can_go, size)):
         for saves in ({op}, set[int]()) if item.random and not again else (set[int](),):
             before = State(there, ran, state.saved | saves)
-            used = _nbytes(graph, costs, before) + sum(costs.nbytes[value] for value in makes) + costs.extra[op]
+            used = (
+                _nbytes(graph, costs, before)
+                + sum(costs.nbytes[value] for value in makes)
+                + costs.arena_temporaries[op]
+            )
             used += graph.generator_bytes if item.random and again else 0
             yield used - _taken(graph, costs, op, gone), State(there - gone | set(makes), ran, before.saved)
 
@@ -697,7 +702,7 @@ def least_peak_of_orders(graph: Graph, costs: Costs) -> int:
             if waits(op) <= done:
                 before, after = alive(done), alive(done | {op})
                 there = [value for value in before.union(graph.makes[op]) if not _lasting(graph, value)]
-                used = sum(costs.nbytes[value] for value in there) + costs.extra[op]
+                used = sum(costs.nbytes[value] for value in there) + costs.arena_temporaries[op]
                 used -= _taken(graph, costs, op, frozenset(before - after))
                 peaks.append(max(used, rest(done | {op})))
         return min(peaks)

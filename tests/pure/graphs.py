@@ -45,9 +45,9 @@ def make_graph(random: Random, size: int) -> Graph:
     kinds: tuple[Kind, ...] = ("parameter", "buffer", "state", "batch", "constant", "gradient")
     for _ in range(random.randint(1, 4)):
         kind = random.choice(kinds)
-        stays = random.random() < (0.5 if kind in ("batch", "gradient") else 0.95)
+        persistent = random.random() < (0.5 if kind in ("batch", "gradient") else 0.95)
         value = new(kind, random.choice(SIZES))
-        inputs.append(Input(value, (f"{kind}{value}", value), stays))
+        inputs.append(Input(value, (f"{kind}{value}", value), persistent))
     for index in range(size):
         ops.append(_make_op(random, index, values, current, new))
     return Graph(
@@ -108,7 +108,7 @@ def _make_outputs(
     outputs = []
     for item in inputs:
         last = current[values[item.value].storage]
-        if last != item.value and (item.stays or random.random() < 0.5):
+        if last != item.value and (item.persistent or random.random() < 0.5):
             outputs.append(Output(last, "input", item.path))
     made = sorted(set(current.values()) - {item.value for item in inputs}) or sorted(current.values())
     pool = made if random.random() < 0.9 else sorted(current.values())
@@ -155,12 +155,12 @@ def make_step(random: Random, size: int) -> Graph:
     return Graph(tuple(ops), tuple(values), inputs, ends, generator_bytes=random.choice((0, 40)))
 
 
-def staying(graph: Graph) -> Graph:
+def persisting(graph: Graph) -> Graph:
     """The same graph, but no input is used up by the step."""
     last = {value.storage: number for number, value in enumerate(graph.values)}
-    ends = [(last[graph.values[item.value].storage], item) for item in graph.inputs if not item.stays]
+    ends = [(last[graph.values[item.value].storage], item) for item in graph.inputs if not item.persistent]
     outputs = tuple(Output(end, "input", item.path) for end, item in ends if end != item.value)
-    inputs = tuple(dataclasses.replace(item, stays=True) for item in graph.inputs)
+    inputs = tuple(dataclasses.replace(item, persistent=True) for item in graph.inputs)
     return dataclasses.replace(graph, inputs=inputs, outputs=(*graph.outputs, *outputs))
 
 
@@ -228,7 +228,7 @@ def make_costs(random: Random, graph: Graph) -> Costs:
     return Costs(
         graph=graph.fingerprint,
         seconds=tuple(random.choice((0.0, 0.5, 1.0, 0.1)) for _ in graph.ops),
-        extra=tuple(random.choice((0, 0, 0, 1, 64, 200)) for _ in graph.ops),
+        arena_temporaries=tuple(random.choice((0, 0, 0, 1, 64, 200)) for _ in graph.ops),
         nbytes=nbytes,
         in_place=tuple(in_place),
         origin="measured",
@@ -240,9 +240,9 @@ def make_costs(random: Random, graph: Graph) -> Costs:
 # ------------------------------------------------------------------------------------------------------- valid programs
 
 
-def must_stay(graph: Graph) -> set[int]:
+def must_persist(graph: Graph) -> set[int]:
     """The values that must be there when the step ends."""
-    last = {graph.values[i.value].storage: i.value for i in graph.inputs if i.stays}
+    last = {graph.values[i.value].storage: i.value for i in graph.inputs if i.persistent}
     for op in graph.ops:
         last |= {graph.values[old].storage: new for new, old in op.updates if graph.values[old].storage in last}
     return set(last.values()) | set(graph.required)
@@ -270,7 +270,7 @@ def captured(graph: Graph) -> Program:
     for index in graph.ordinary:
         last.update(dict.fromkeys(graph.reads[index] + graph.makes[index], index))
     gone = {old for pairs in graph.effects for _, old in pairs}
-    keep, home = must_stay(graph), graph.home
+    keep, home = must_persist(graph), graph.home
     away = [item for item in graph.inputs if item.home != "device"]
     instructions: list[Instruction] = []
     for item in away:
@@ -303,7 +303,7 @@ class _Writer:
         self.flights: dict[tuple[int, str], str] = {}  # (value, to) -> from
         self.has_run: set[int] = set()
         self.homes: dict[int, int | None] = {graph.values[i.value].storage: i.value for i in graph.inputs}
-        self.kept = {graph.values[i.value].storage for i in graph.inputs if i.stays}
+        self.kept = {graph.values[i.value].storage for i in graph.inputs if i.persistent}
 
     def write(self) -> None:
         for op in self.order():
@@ -311,9 +311,9 @@ class _Writer:
                 self.bring(value, set(self.graph.reads[op]))
             self.run(op, set())
             self.disturb()
-        stays, home = must_stay(self.graph), self.graph.home
-        keep = {value for value in stays if home[value] == "device"}
-        for value in sorted(stays - keep):
+        persistent, home = must_persist(self.graph), self.graph.home
+        keep = {value for value in persistent if home[value] == "device"}
+        for value in sorted(persistent - keep):
             self.send_home(value)
         for value in sorted(keep):
             self.bring(value, keep)
@@ -324,7 +324,7 @@ class _Writer:
             self.wait(value, place)
         for place in self.places:
             for value in sorted(self.places[place]):
-                if value in stays and place == home[value]:
+                if value in persistent and place == home[value]:
                     continue
                 if place == home[value] and self.graph.maker[value] < 0 and self.random.random() < 0.7:
                     continue
@@ -333,7 +333,7 @@ class _Writer:
     def order(self) -> list[int]:
         """The ops of the graph in a random order that leaves every result as it is, some dead ones left out."""
         graph = self.graph
-        needed = must_stay(graph)
+        needed = must_persist(graph)
         alive = set()
         for op in reversed(range(len(graph.ops))):
             if graph.ops[op].channels or needed & set(graph.makes[op]) or self.random.random() < 0.7:
@@ -434,7 +434,7 @@ class _Writer:
     def disturb(self) -> None:
         """Free what is not needed any more, and drop or send away some of what is."""
         later = {v for op in range(len(self.graph.ops)) if op not in self.has_run for v in self.graph.reads[op]}
-        later |= must_stay(self.graph)
+        later |= must_persist(self.graph)
         for value in sorted(self.places["device"]):
             roll = self.random.random()
             if (value, "device") in self.flights:
@@ -558,8 +558,8 @@ def lay_out(random: Random, graph: Graph, costs: Costs, program: Program) -> Pro
                         there["twice" if twice else "device", value] = (-1, 0)
                     else:
                         at.append(fit(("twice" if twice else "device", value), costs.nbytes[value]))
-                if costs.extra[op]:
-                    at.append(-1 if random.random() < 0.2 else fit(("twice", -1), costs.extra[op]))
+                if costs.arena_temporaries[op]:
+                    at.append(-1 if random.random() < 0.2 else fit(("twice", -1), costs.arena_temporaries[op]))
                 there = {key: block for key, block in there.items() if key[0] == "device"}
                 for made, read in over:
                     there["device", made] = there.pop(("device", read))
@@ -732,12 +732,12 @@ class Costed:
 
 
 def make_costed(maker: str, size: int, seed: int) -> Costed:
-    """A "graph" as capture could have made it, a "step", one with "optional" ops, or a "tree"; all inputs stay."""
+    """A "graph" as capture could have made it, a "step", one with "optional" ops, or a "tree"; all inputs persist."""
     random = Random(seed)
     graph = {"graph": make_graph, "tree": make_tree}.get(maker, make_step)(random, size)
     if maker == "optional":
         graph = with_optional(random, graph)
-    graph = staying(graph)
+    graph = persisting(graph)
     return Costed(maker, size, seed, graph, make_costs(random, graph))
 
 

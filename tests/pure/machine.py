@@ -144,7 +144,7 @@ class Machine:
             counted = self.costs.nbytes[item.value] if item.home == "device" else 0
             self.homes[storage] = self.held(item.home)[item.value] = Block(memory, counted, storage)
             self.outside += counted
-        self.kept = {self.graph.values[item.value].storage: item.value for item in self.graph.inputs if item.stays}
+        self.kept = {self.graph.values[item.value].storage: item.value for item in self.graph.inputs if item.persistent}
 
     def held(self, place: str) -> dict[int, Block]:
         """The blocks in a place."""
@@ -211,11 +211,13 @@ class Machine:
         if not self.device.keys() >= set(reads) or not over.keys() <= set(makes) or not {*over.values()} <= set(reads):
             raise Wrong("a value is not there")
         at = run.at if self.program.arena else (-1,) * (len(makes) + 1)
-        if len(at) < len(makes) + (self.costs.extra[op] > 0):
+        if len(at) < len(makes) + (self.costs.arena_temporaries[op] > 0):
             raise Wrong("not enough offsets")
         results = {value: self.result(op, value, over, offset) for value, offset in zip(makes, at, strict=False)}
-        extra = self.costs.temporaries(op, placed=bool(run.at) and run.at[-1] >= 0) if self.costs.extra[op] else 0
-        temporaries = self.allocate(extra, at[len(makes)]) if self.costs.extra[op] else Block(np.empty(0, np.uint8))
+        temporaries = Block(np.empty(0, np.uint8))
+        if self.costs.arena_temporaries[op]:
+            nbytes = self.costs.temporaries(op, placed=bool(run.at) and run.at[-1] >= 0)
+            temporaries = self.allocate(nbytes, at[len(makes)])
         contents = {value: self.device[value].memory.tobytes() for value in reads}
         made = self.step.made(op, contents, self.draw(run))
         if not run.again or item.channels != ("generator",):

@@ -118,7 +118,11 @@ def _repeat(scene: Scene, rows: Rows) -> None:
     op = scene.random.randrange(len(scene.graph.ops))
     again = scene.random.random() < (0.3 if scene.graph.ops[op].optional else 0.9)
     makes = scene.graph.makes_of(op, again=again)
-    at = tuple(scene.offset() for _ in range(len(makes) + (scene.costs.extra[op] > 0))) if scene.arena else ()
+    at = (
+        tuple(scene.offset() for _ in range(len(makes) + (scene.costs.arena_temporaries[op] > 0)))
+        if scene.arena
+        else ()
+    )
     place = scene.place(rows)
     rows.insert(place, Run(op, at, (), again))
     for value in makes:
@@ -139,7 +143,7 @@ def _restore(scene: Scene, rows: Rows) -> None:
     pack, unpack = scene.random.choice(pairs)
 
     def run(op: int) -> Run:
-        blocks = len(scene.graph.makes[op]) + (scene.costs.extra[op] > 0)
+        blocks = len(scene.graph.makes[op]) + (scene.costs.arena_temporaries[op] > 0)
         return Run(op, tuple(scene.offset() for _ in range(blocks)) if scene.arena else ())
 
     place = scene.place(rows)

@@ -52,7 +52,7 @@ def _with_pack(random: Random, graph: Graph, costs: Costs, value: int) -> tuple[
         costs,
         graph=graph.fingerprint,
         seconds=(*costs.seconds, 0.1, 0.1),
-        extra=(*costs.extra, random.choice((0, 64)), 0),
+        arena_temporaries=(*costs.arena_temporaries, random.choice((0, 64)), 0),
         nbytes=(*costs.nbytes, small.nbytes),
         in_place=(*costs.in_place, (), ()),
     )

@@ -53,11 +53,11 @@ def replay(steps: int, schedule: list[Action]) -> tuple[list[int], list[Held]]:
 
 def slots(held: Held, *, state: int, internals: int, first: int = 0) -> int:
     """The slots that are taken; internals bring their own two states with them, and the first state takes `first`."""
-    inside = {step for kind, step in held if kind == "internals"}
+    kept = {step for kind, step in held if kind == "internals"}
     states = {step for kind, step in held if kind == "state"}
-    if internals:
-        states -= inside | {step + 1 for step in inside}
-    return first * (0 in states) + state * len(states - {0}) + internals * len(inside)
+    if kept:
+        states -= kept | {step + 1 for step in kept}
+    return first * (0 in states) + state * len(states - {0}) + internals * len(kept)
 
 
 def most_slots(trace: list[Held], *, state: int, internals: int, first: int = 0) -> int:
@@ -180,12 +180,12 @@ class Stages:
 
     seconds: tuple[int, ...]
     output: tuple[int, ...]
-    inside: tuple[int, ...]  # what is saved beyond the output
-    forward_extra: tuple[int, ...]
-    backward_extra: tuple[int, ...]
+    internals: tuple[int, ...]  # what is saved beyond the output
+    forward_temporaries: tuple[int, ...]
+    backward_temporaries: tuple[int, ...]
 
     def saved(self, stage: int) -> int:
-        return self.output[stage] + self.inside[stage]
+        return self.output[stage] + self.internals[stage]
 
     def entering(self, stage: int) -> int:
         return self.output[stage - 1] if stage > 0 else 0
@@ -193,14 +193,16 @@ class Stages:
     def size(self, held: Held, running: int, waiting: int) -> int:
         """The memory between two actions: what is held, the running state, and the gradient."""
         total = self.output[waiting] if waiting >= 0 else 0
-        inside = {step for kind, step in held if kind == "internals"}
+        internals = {step for kind, step in held if kind == "internals"}
         states = {step for kind, step in held if kind == "state"} | {running}
-        states -= {step + 1 for step in inside}
-        return total + sum(map(self.saved, inside)) + sum(self.entering(state) for state in states if state >= 0)
+        states -= {step + 1 for step in internals}
+        return total + sum(map(self.saved, internals)) + sum(self.entering(state) for state in states if state >= 0)
 
     def rotor(self, memory: int) -> Rotor:
         saved = [self.saved(stage) for stage in range(len(self.seconds))]
-        return Rotor(plain_chain(self.seconds, self.output, saved, self.forward_extra, self.backward_extra), memory)
+        return Rotor(
+            plain_chain(self.seconds, self.output, saved, self.forward_temporaries, self.backward_temporaries), memory
+        )
 
 
 def stages(longest: int) -> st.SearchStrategy[Stages]:
@@ -219,14 +221,14 @@ def least_seconds(chain: Stages, memory: int) -> float:
         held, running, waiting = now
         if running >= 0:
             yield 0, (held, -1, waiting)
-        backward = chain.size(held, -1, waiting) + chain.entering(waiting) + chain.backward_extra[waiting]
+        backward = chain.size(held, -1, waiting) + chain.entering(waiting) + chain.backward_temporaries[waiting]
         if running < 0 and ("internals", waiting) in held and backward <= memory:
             yield 0, (held - {("internals", waiting), ("state", waiting)}, -1, waiting - 1)
         for step in range(waiting + 1):
             there = step == running or (running < 0 and held & {("state", step), ("internals", step - 1)})
             if not there or ("internals", step) in held:
                 continue
-            during = chain.size(held, step, waiting) + chain.forward_extra[step]
+            during = chain.size(held, step, waiting) + chain.forward_temporaries[step]
             after = -1 if step == last else step + 1
             if during + chain.output[step] <= memory:
                 yield chain.seconds[step], (held, after, waiting)
@@ -262,11 +264,11 @@ def test_rotor_schedules_keep_their_memory_and_their_seconds(chain: Stages, part
         step = action.step
         after = kept | {("state", number) for kind, number in kept if kind == "internals"}
         if isinstance(action, Backward):
-            used = chain.size(before, -1, waiting) + chain.entering(step) + chain.backward_extra[step]
+            used = chain.size(before, -1, waiting) + chain.entering(step) + chain.backward_temporaries[step]
             waiting -= 1
         else:
             makes = chain.saved(step) if action.keep == "internals" else chain.output[step]
-            used = chain.size(before, step, waiting) + makes + chain.forward_extra[step]
+            used = chain.size(before, step, waiting) + makes + chain.forward_temporaries[step]
         assert used <= memory
         before = after
 

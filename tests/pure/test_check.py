@@ -62,7 +62,7 @@ GRAPH = Graph(
 )
 COSTS = dataclasses.replace(
     declared(GRAPH),
-    extra=(0, 64, 0, 0, 0, 0, 0),
+    arena_temporaries=(0, 64, 0, 0, 0, 0, 0),
     in_place=((), (), ((R, N),), ((D, R),), ((E, D),), (), ()),
 )
 UPDATE_RUNNING, UPDATE_W = ((RUNNING2, RUNNING),), ((W2, W),)
@@ -113,8 +113,8 @@ def _placed(start: int, stop: int, *new: Instruction) -> list[Instruction]:
 # ------------------------------------------------------------------------------------------------------ valid by hand
 
 INPUTS = 64 + 64 + 128  # w, running and x; h, n, r, d and e have 128 B each, norm has 64 B of temporaries
-NO_EXTRA = dataclasses.replace(COSTS, extra=(0,) * 7)
-NO_BYTES = dataclasses.replace(NO_EXTRA, nbytes=(0,) * 11)
+NO_TEMPORARIES = dataclasses.replace(COSTS, arena_temporaries=(0,) * 7)
+NO_BYTES = dataclasses.replace(NO_TEMPORARIES, nbytes=(0,) * 11)
 
 
 def test_peak() -> None:
@@ -127,7 +127,7 @@ def test_peak_with_an_arena_is_the_arena_and_the_most_outside_it() -> None:
 
 
 def test_in_place_takes_no_bytes() -> None:
-    costs = dataclasses.replace(NO_EXTRA, nbytes=(64, 64, 128, 0, 128, 64, 128, 128, 128, 4, 64))
+    costs = dataclasses.replace(NO_TEMPORARIES, nbytes=(64, 64, 128, 0, 128, 64, 128, 128, 128, 4, 64))
     over = [Run(RELU, over=((R, N),)), Run(DROP, over=((D, R),)), Run(NOISE, over=((E, D),))]
     assert check(GRAPH, costs, _program(GOOD)) == INPUTS + 128 + 128
     assert check(GRAPH, costs, _program(_good(3, 9, *over))) == INPUTS + 128 + 4
@@ -143,11 +143,11 @@ def test_a_repeated_random_op_holds_a_generator_state() -> None:
     assert check(GRAPH, NO_BYTES, _program(GOOD)) == 0
     rows = _good(6, 6, Free(D), Run(DROP, again=True))
     assert check(GRAPH, NO_BYTES, _program(rows)) == 40 + 40  # the old state, and the present one put aside
-    assert check(GRAPH, NO_EXTRA, _program(rows)) == INPUTS + 128 + 128 + 40 + 40
+    assert check(GRAPH, NO_TEMPORARIES, _program(rows)) == INPUTS + 128 + 128 + 40 + 40
 
 
 def test_a_generator_state_is_held_through_the_last_repeat_only() -> None:
-    large = dataclasses.replace(NO_BYTES, extra=(0, 0, 0, 0, 0, 100, 0))  # of mean, instruction 9
+    large = dataclasses.replace(NO_BYTES, arena_temporaries=(0, 0, 0, 0, 0, 100, 0))  # of mean, instruction 9
     before, after = Run(DROP, again=True), Free(D)
     assert check(GRAPH, large, _program(_good(6, 6, before))) == 100
     late = [*GOOD[:6], *GOOD[7:8], Free(D), Run(MEAN), before, after, Free(R), *GOOD[10:]]
@@ -166,9 +166,9 @@ def test_a_detached_repeat_leaves_the_update_alone() -> None:
 
 def test_a_copy_takes_bytes_from_its_start() -> None:
     back: list[Instruction] = [Run(RELU), Copy(H, "device"), Free(N), Wait(H, "device"), Free(H), Free(H, "host")]
-    assert check(GRAPH, NO_EXTRA, _program(_good(2, 5, *AWAY, *back))) == INPUTS + 3 * 128
+    assert check(GRAPH, NO_TEMPORARIES, _program(_good(2, 5, *AWAY, *back))) == INPUTS + 3 * 128
     back = [Run(RELU), Free(N), Copy(H, "device"), Wait(H, "device"), Free(H), Free(H, "host")]
-    assert check(GRAPH, NO_EXTRA, _program(_good(2, 5, *AWAY, *back))) == INPUTS + 2 * 128
+    assert check(GRAPH, NO_TEMPORARIES, _program(_good(2, 5, *AWAY, *back))) == INPUTS + 2 * 128
 
 
 def test_a_copy_comes_from_the_host_or_else_from_the_disk() -> None:
@@ -199,7 +199,7 @@ def test_an_input_can_be_away_for_a_while_but_the_caller_keeps_its_bytes() -> No
 
 
 def test_an_input_that_the_step_uses_up_gives_its_bytes_back() -> None:
-    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), stays=False)))
+    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), persistent=False)))
     costs = dataclasses.replace(COSTS, graph=graph.fingerprint)
     for rows in ([*GOOD[:1], Free(X), *GOOD[1:]], [*GOOD[:1], *_away(X), *GOOD[1:], *_back(X)]):
         assert check(graph, costs, Program(graph.fingerprint, tuple(rows))) == 576 - 128
@@ -224,7 +224,7 @@ def test_an_old_content_comes_back_beside_the_new_one() -> None:
 
 
 def test_the_start_counts() -> None:
-    graph = Graph((), (_value("x", 128, "batch", 0),), (Input(0, ("x",), stays=False),), ())
+    graph = Graph((), (_value("x", 128, "batch", 0),), (Input(0, ("x",), persistent=False),), ())
     for rows in ((), (Free(0),)):
         program = Program(graph.fingerprint, rows)
         assert check(graph, declared(graph), program) == 128
@@ -305,7 +305,7 @@ BROKEN_PLACED: list[tuple[str, str, int, list[Instruction], str]] = [
     ("off the grid", "misplaced", 0, _placed(0, 1, Run(LINEAR, (32,))), "%3 h"),
     ("below the arena", "misplaced", 0, _placed(0, 1, Run(LINEAR, (-64,))), "%3 h"),
     ("beyond the arena", "misplaced", 0, _placed(0, 1, Run(LINEAR, (256,))), "%3 h"),
-    ("extra beyond", "misplaced", 1, _placed(1, 2, Run(NORM, (128, -1, 320), UPDATE_RUNNING)), "temporaries of op 1"),
+    ("scratch beyond", "misplaced", 1, _placed(1, 2, Run(NORM, (128, -1, 320), UPDATE_RUNNING)), "temporaries of op 1"),
     ("result inside", "misplaced", 9, _placed(9, 10, Run(MEAN, (192,))), "%9 loss"),
     ("over elsewhere", "misplaced", 3, _placed(3, 4, Run(RELU, (0,), ((R, N),))), "%6 at 0, over %4 at 128"),
     ("update elsewhere", "misplaced", 10, _placed(10, 11, Run(STEP, (192,), UPDATE_W)), "%10"),
@@ -315,7 +315,7 @@ BROKEN_PLACED: list[tuple[str, str, int, list[Instruction], str]] = [
      PLACED[11]], "%10 w2 (64 B) outlives the step"),
     ("meets a value", "overlap", 1, _placed(1, 2, Run(NORM, (64, -1, 256), UPDATE_RUNNING)), "%3 h"),
     ("meets what dies", "overlap", 3, _placed(3, 4, Run(RELU, (128,))), "%4 n"),
-    ("extra meets", "overlap", 1, _placed(1, 2, Run(NORM, (128, -1, 192), UPDATE_RUNNING)), "temporaries of op 1"),
+    ("scratch meets", "overlap", 1, _placed(1, 2, Run(NORM, (128, -1, 192), UPDATE_RUNNING)), "temporaries of op 1"),
     ("duplicate meets", "overlap", 1, _placed(1, 1, Run(LINEAR, (64,), again=True)), "(duplicate)"),
     ("copy meets", "overlap", 6, [*PLACED[:2], *AWAY, Run(RELU, (0,)), Copy(H, "device", 192)], "%4 n"),
 ]
@@ -388,8 +388,8 @@ def test_refuses_another_size_in_place() -> None:
 def test_refuses_to_overwrite_an_input() -> None:
     costs = dataclasses.replace(COSTS, in_place=(((H, X),), *COSTS.in_place[1:]))
     _refuses("illegal in-place", 0, "input", costs, _good(0, 1, Run(LINEAR, over=((H, X),))))
-    for stays in (True, False):
-        inputs = (*GRAPH.inputs[:2], Input(X, (0,), stays))
+    for persistent in (True, False):
+        inputs = (*GRAPH.inputs[:2], Input(X, (0,), persistent))
         graph = dataclasses.replace(GRAPH, inputs=inputs)
         costs = dataclasses.replace(costs, graph=graph.fingerprint)
         _refuses("illegal in-place", 0, "input", costs, _good(0, 1, Run(LINEAR, over=((H, X),))), graph)
@@ -415,7 +415,7 @@ def test_refuses_pairs_that_are_not_of_this_run() -> None:
 def test_refuses_what_is_not_in_the_callers_own_storage() -> None:
     """What the step uses up has no home to come back to; and a second maker makes a new tensor."""
     outputs = (*GRAPH.outputs, Output(X, "result", (1,)))
-    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), stays=False)), outputs=outputs)
+    graph = dataclasses.replace(GRAPH, inputs=(*GRAPH.inputs[:2], Input(X, (0,), persistent=False)), outputs=outputs)
     costs = dataclasses.replace(COSTS, graph=graph.fingerprint)
     _refuses("away from home", 4, "%2 x", costs, [*GOOD[:1], *_away(X), *_back(X), *GOOD[1:]], graph)
     graph = dataclasses.replace(GRAPH, ops=(*GRAPH.ops, _op("add", W, E, makes=W2, optional=True)))
@@ -423,7 +423,7 @@ def test_refuses_what_is_not_in_the_callers_own_storage() -> None:
         COSTS,
         graph=graph.fingerprint,
         seconds=(1.0,) * 8,
-        extra=(*COSTS.extra, 0),
+        arena_temporaries=(*COSTS.arena_temporaries, 0),
         in_place=(*COSTS.in_place, ()),
     )
     _refuses("away from home", 10, "%10 w2", costs, _good(10, 11, Run(7)), graph)
@@ -490,7 +490,7 @@ def test_refuses_more_than_the_budget() -> None:
     _names(caught.value, "over budget", 1, "576 B")
     rows = _good(2, 5, *AWAY, Run(RELU), Copy(H, "device"), Free(N), Wait(H, "device"), Free(H), Free(H, "host"))
     with pytest.raises(ProgramError) as caught:
-        check(GRAPH, NO_EXTRA, _program(rows), budget=INPUTS + 2 * 128)
+        check(GRAPH, NO_TEMPORARIES, _program(rows), budget=INPUTS + 2 * 128)
     _names(caught.value, "over budget", 6, f"{INPUTS + 3 * 128} B")
     with pytest.raises(ProgramError) as caught:
         check(GRAPH, COSTS, _program(PLACED, 320), budget=500)

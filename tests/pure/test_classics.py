@@ -127,14 +127,14 @@ def training_step(random: Random, layers: int) -> tuple[Graph, Costs]:
     graph = build.graph([*results, gradient])
     costs = declared(graph)
     seconds = tuple(float(random.randint(1, 4)) for _ in graph.ops)
-    extra = tuple(random.choice((0, 0, 64)) for _ in graph.ops)
+    arena_temporaries = tuple(random.choice((0, 0, 64)) for _ in graph.ops)
     in_place = tuple(
         tuple((m, r) for m in makes for r in reads if m != r and costs.nbytes[m] == costs.nbytes[r])
         if random.random() < 0.3
         else ()
         for reads, makes in zip(graph.reads, graph.makes, strict=True)
     )
-    return graph, Costs(costs.graph, seconds, extra, costs.nbytes, in_place, "roofline", "unit")
+    return graph, Costs(costs.graph, seconds, arena_temporaries, costs.nbytes, in_place, "roofline", "unit")
 
 
 steps = st.builds(lambda seed, layers: training_step(Random(seed), layers), st.integers(0, 2**32), st.integers(1, 14))
@@ -159,7 +159,7 @@ def assert_classic(name: str, arrays: Problem, order: Ints) -> None:
     assert_valid(arrays, natural, None)
     high = arrays.peak(order)
     for part in (1.0, 0.7, 0.4, 0.1):
-        budget = int(arrays.stays + part * (high - arrays.stays))
+        budget = int(arrays.persistent + part * (high - arrays.persistent))
         sequence = find(budget)
         if sequence is not None:
             assert_valid(arrays, sequence, budget)
@@ -242,14 +242,14 @@ def test_a_table_predicts_the_peak_and_the_seconds(step: tuple[Graph, Costs], me
     sizes, keeps = measured_chain(chain, menus=menus)
     made = {value for part in chain.parts for op in part.forward for value in step[0].makes[op]}
     uncounted = int(arrays.nbytes[sorted(made - chain.droppable)].sum())
-    own = (arrays.peak(order) - arrays.stays) // 4
+    own = (arrays.peak(order) - arrays.persistent) // 4
     table = Rotor(sizes.in_units(4), own)
     base = arrays.time(order) - float(sizes.seconds.sum())
     for memory in (own, own * 3 // 4, own // 2):
         schedule = table.schedule(memory)
         if schedule is not None:
             sequence = chain.replay(schedule, keeps)
-            assert arrays.peak(sequence) - arrays.stays - uncounted <= memory * 4
+            assert arrays.peak(sequence) - arrays.persistent - uncounted <= memory * 4
             assert arrays.time(sequence) <= base + table.seconds(memory) + 1e-6
 
 

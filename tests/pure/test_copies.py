@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from graphs import make_costs, make_graph, make_step, staying, with_homes, with_optional
+from graphs import make_costs, make_graph, make_step, persisting, with_homes, with_optional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_digests import stored
@@ -33,7 +33,7 @@ def case(seed: int, *, homes: bool = True) -> tuple[Graph, Costs]:
     """A random step, of which values may wait elsewhere, and some inputs and outputs live there."""
     random = Random(seed)
     graph = random.choice((make_step, make_graph))(random, random.randint(2, 14))
-    graph = staying(with_optional(random, graph) if random.random() < 0.3 else graph)
+    graph = persisting(with_optional(random, graph) if random.random() < 0.3 else graph)
     if homes and random.random() < 0.6:
         graph = with_homes(random, graph)
     lasting = graph.lasting_storages
@@ -68,7 +68,7 @@ def test_sequences_are_priced_as_programs_are(seed: int) -> None:
     random = Random(seed)
     highest = arrays.peak(sequence)
     for _ in range(4):
-        target = random.randint(arrays.stays, highest)
+        target = random.randint(arrays.persistent, highest)
         rate, batch = random.choice((0.0, 0.1, 1.0)), random.choice((1, 4))
         shaved, reached = shave(arrays, sequence, target, rate=rate, batch=batch)
         assert reached == arrays.peak(shaved)

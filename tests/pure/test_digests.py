@@ -27,7 +27,7 @@ from lowtide.rewrite import with_narrow
 
 FOLDER = Path(__file__).parent / "stored"
 TABLE = FOLDER / "digests.json"
-BUDGETS = (50, 30)  # percent of the step's own part in the order that needs least, beside what stays
+BUDGETS = (50, 30)  # percent of the step's own part in the order that needs least, beside what persists
 LONG = ("resnet-50", "gpt-12x384", "bert-small")
 LIMIT = 0.2  # seconds' worth of search
 STILL = SimpleNamespace(monotonic=lambda: 0.0)
@@ -62,7 +62,7 @@ def digests(name: str) -> dict[str, str]:
                 patch.setattr(room, "time", STILL)
             patch.setattr(planning, "bound_together", lambda *given: given[3])  # it proves, and decides nothing
             plans = planning.Planning(graph, costs, time_limit=LIMIT)
-            budget = arrays.stays + (arrays.peak(plans.order) - arrays.stays) * percent // 100
+            budget = arrays.persistent + (arrays.peak(plans.order) - arrays.persistent) * percent // 100
             try:
                 found[f"{name} at {percent}%"] = digest(plans.within(budget).program)
             except BudgetError:

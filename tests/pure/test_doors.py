@@ -116,7 +116,7 @@ def test_damaged_games(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(Game, "struct", struct)
-    budget = found.stays + chance.choice((0, 1000, 10**9))
+    budget = found.persistent + chance.choice((0, 1000, 10**9))
     allowed(
         lambda: exact(found, budget, limit=2000, seconds=0.2),
         lambda: least_peak(found, limit=2000, seconds=0.2),
@@ -135,7 +135,7 @@ def test_damaged_boxes(seed: int) -> None:
         which = chance.randrange(3)
         rows[which] = damaged(chance, rows[which])
     if max(map(abs, map(int, rows[1].tolist())), default=0) > 2**30:
-        rows[1] = last  # the moments would be too many to try
+        rows[1] = last  # the times would be too many to try
     buffers = layout.Buffers(*rows)
     order = np.array(chance.sample(range(count), count), np.int64)
     order = damaged(chance, order) if chance.random() < 0.3 else order

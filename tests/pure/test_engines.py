@@ -78,7 +78,7 @@ def _reference(graph: Graph, costs: Costs, program: Program) -> Fraction:
     now = Fraction(0)
 
     def borders(after: Fraction) -> Iterator[Fraction]:
-        yield from sorted({moment for start, end, _ in begun for moment in (start, end) if moment > after})
+        yield from sorted({when for start, end, _ in begun for when in (start, end) if when > after})
 
     def start(value: int, place: Place, direction: Direction) -> Fraction:
         lane = next((one for one in costs.lanes if (one.place, one.direction) == (place, direction)), None)

@@ -202,7 +202,7 @@ def test_another_graph(tmp_path: Path) -> None:
 
 
 def test_costs_of_another_number_of_ops(tmp_path: Path) -> None:
-    for field in ("seconds", "extra", "nbytes", "in_place"):
+    for field in ("seconds", "arena_temporaries", "nbytes", "in_place"):
         short = dataclasses.replace(CASE.costs, **{field: getattr(CASE.costs, field)[1:]})
         short.save(tmp_path / "costs", force=True)
         with pytest.raises(FileError, match="the graph has 6"):

@@ -25,7 +25,7 @@ BACKWARD, UPDATE = range(2)
 SIZES = (100, 10, 100, 100)
 
 
-def _graph(weight: Place = "disk", gradient: Place = "host", *, stays: bool = True) -> Graph:
+def _graph(weight: Place = "disk", gradient: Place = "host", *, persistent: bool = True) -> Graph:
     return Graph(
         ops=(
             Op("backward", "aten.mul.Tensor", (Read(WEIGHT), Read(BATCH)), outputs=(GRADIENT,), phase="backward"),
@@ -35,7 +35,7 @@ def _graph(weight: Place = "disk", gradient: Place = "host", *, stays: bool = Tr
             Value(name, nbytes, "activation", storage)
             for name, nbytes, storage in zip(("weight", "batch", "gradient", "new"), SIZES, (0, 1, 2, 0), strict=True)
         ),
-        inputs=(Input(WEIGHT, ("weight",), stays, weight), Input(BATCH, ("batch",))),
+        inputs=(Input(WEIGHT, ("weight",), persistent, weight), Input(BATCH, ("batch",))),
         outputs=(Output(NEW, "input", ("weight",), None, weight), Output(GRADIENT, "gradient", (), None, gradient)),
     )
 
@@ -63,7 +63,7 @@ def test_what_lives_elsewhere_takes_bytes_of_the_device_only_while_it_is_there()
 
 
 def test_an_input_that_the_step_uses_up_leaves_its_slot_to_what_becomes_of_it() -> None:
-    assert _check(STEP, _graph(stays=False)) == 210
+    assert _check(STEP, _graph(persistent=False)) == 210
 
 
 def test_what_lives_elsewhere_may_be_in_the_arena_while_it_is_here() -> None:

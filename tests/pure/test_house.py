@@ -353,7 +353,7 @@ BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
         {"strangers": ["lowtide/graph.py:1: graph imports kernels (lowtide.kernels)"]},
     ),
     (
-        {"check.py": "from lowtide.simulate import moments\n", "simulate.py": "moments = 1\n"},
+        {"check.py": "from lowtide.simulate import memory_states\n", "simulate.py": "memory_states = 1\n"},
         {"shared_eyes": ["lowtide/check.py:1: lowtide.check imports lowtide.simulate"]},
     ),
     (

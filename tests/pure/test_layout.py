@@ -22,7 +22,7 @@ from lowtide.plan.layout import Buffers, first_fit, layout, pack, skyline
 from lowtide.plan.order import captured_order
 from lowtide.plan.problem import problem
 from lowtide.program import Copy, Free, Program, Run
-from lowtide.simulate import moments, simulate
+from lowtide.simulate import memory_states, simulate
 
 MANY = settings(max_examples=400, derandomize=True, deadline=None)
 SOME = settings(max_examples=100, derandomize=True, deadline=None)
@@ -38,8 +38,8 @@ def test_the_judge_accepts_every_program_with_offsets(case: Case, limit: int) ->
         laid = layout(case.graph, case.costs, case.program, limit=given_limit, steps=2000)
         peak = check(case.graph, case.costs, laid)
         assert peak == simulate(case.graph, case.costs, laid).peak
-        for moment in moments(case.graph, case.costs, laid):
-            assert laid.arena >= moment.inside + moment.extra - moment.extra_outside
+        for memory in memory_states(case.graph, case.costs, laid):
+            assert laid.arena >= memory.in_arena + memory.temporaries - memory.temporaries_outside
         assert [type(row) for row in laid.instructions] == [type(row) for row in case.program.instructions]
 
 
@@ -99,7 +99,7 @@ def step_with_gradients(layers: int, nbytes: int) -> tuple[Graph, Costs]:
     for k in reversed(range(layers)):
         new.append(op(f"gradient{k}", [kept[k], back], value(f"n{k}", "gradient")))
         back = op(f"backward{k}", [back, kept[k + 1], weights[k]], value(f"d{k}", "activation gradient"))
-    inputs = [Input(v, (v,)) for v in (batch, *weights)] + [Input(v, (v,), stays=False) for v in old]
+    inputs = [Input(v, (v,)) for v in (batch, *weights)] + [Input(v, (v,), persistent=False) for v in old]
     outputs = tuple(Output(v, "gradient", (v,)) for v in new)
     graph = Graph(tuple(ops), tuple(values), tuple(inputs), outputs)
     return graph, declared(graph)
@@ -108,7 +108,7 @@ def step_with_gradients(layers: int, nbytes: int) -> tuple[Graph, Costs]:
 def test_activations_move_out_to_where_gradients_will_be() -> None:
     graph, costs = step_with_gradients(layers=12, nbytes=1024)
     program = emit(problem(graph, costs), captured_order(graph))
-    dropped = tuple(Free(item.value) for item in graph.inputs if not item.stays)
+    dropped = tuple(Free(item.value) for item in graph.inputs if not item.persistent)
     program = Program(program.graph, dropped + program.instructions)
     live = check(graph, costs, program)
     for limit in (live, None):
@@ -131,7 +131,7 @@ def some_buffers(random: Random, number: int, times: int) -> Buffers:
 
 
 def dissection(random: Random, number: int) -> Buffers:
-    """A block of 64 x 4096 moments and aligned bytes, cut into so many: there is no hole in the best arena."""
+    """A block of 64 x 4096 times and aligned bytes, cut into so many: there is no hole in the best arena."""
     pieces = [(0, 64, 0, 4096)]
     while len(pieces) < number:
         pieces.sort(key=lambda piece: (piece[1] - piece[0]) * (piece[3] - piece[2]))
@@ -267,17 +267,17 @@ class PlainSkyline:
         except Enough:
             return 0
 
-    def waiting(self, moment: int) -> list[int]:
-        """The boxes that are still to come at a moment."""
-        if not 0 <= moment < len(self.tops):
+    def waiting(self, when: int) -> list[int]:
+        """The boxes that are still to come at a time."""
+        if not 0 <= when < len(self.tops):
             return []
-        return [k for k, (a, b, _) in enumerate(self.boxes) if a <= moment < b and self.offsets[k] < 0]
+        return [k for k, (a, b, _) in enumerate(self.boxes) if a <= when < b and self.offsets[k] < 0]
 
-    def wall(self, moment: int) -> float:
-        return self.tops[moment] if self.waiting(moment) else float("inf")
+    def wall(self, when: int) -> float:
+        return self.tops[when] if self.waiting(when) else float("inf")
 
     def valleys(self) -> Iterator[tuple[int, int]]:
-        """Width and first moment of each run of equal height between higher ones."""
+        """Width and first time of each run of equal height between higher ones."""
         busy = [t for t in range(len(self.tops)) if self.waiting(t)]
         for left in busy:
             right = left
@@ -299,14 +299,14 @@ class PlainSkyline:
         inside = [k for k, (a, b, _) in enumerate(self.boxes) if left <= a and b <= right and self.offsets[k] < 0]
         inside.sort(key=lambda k: self.boxes[k][0])
 
-        def covering(moment: int) -> list[int]:
-            return [k for k in inside if self.boxes[k][0] <= moment < self.boxes[k][1]]
+        def covering(when: int) -> list[int]:
+            return [k for k in inside if self.boxes[k][0] <= when < self.boxes[k][1]]
 
-        def to_come(moment: int) -> int:
-            return sum(self.boxes[k][2] for k in self.waiting(moment))
+        def to_come(when: int) -> int:
+            return sum(self.boxes[k][2] for k in self.waiting(when))
 
-        moment = min(range(left, right), key=lambda t: (-to_come(t), len(covering(t))))
-        choices = sorted(covering(moment), key=lambda k: -self.weight[k] * (1 + self.blamed[k]))
+        when = min(range(left, right), key=lambda t: (-to_come(t), len(covering(t))))
+        choices = sorted(covering(when), key=lambda k: -self.weight[k] * (1 + self.blamed[k]))
         tried = set()
         for box in choices:
             if self.boxes[box] in tried:
@@ -315,7 +315,7 @@ class PlainSkyline:
             self.spend()
             if self.with_box(box, floor):
                 return True
-        hole = range(moment, moment + 1)
+        hole = range(when, when + 1)
         wall = min(self.wall(left - 1), self.wall(right))
         if choices:
             wall = min([wall, *(floor + self.boxes[k][2] for k in inside if k not in choices)])
@@ -325,7 +325,7 @@ class PlainSkyline:
             while hole.stop < right and not covering(hole.stop):
                 hole = range(hole.start, hole.stop + 1)
         if any(wall + to_come(t) > self.height for t in hole):
-            for box in [] if choices else self.waiting(moment):
+            for box in [] if choices else self.waiting(when):
                 self.blamed[box] += 1
             return False
         self.spend()
@@ -340,12 +340,12 @@ class PlainSkyline:
         return False
 
     def with_tops(self, where: range, top: int, before: int) -> bool:
-        for moment in where:
-            self.tops[moment] = top
+        for when in where:
+            self.tops[when] = top
         if self.search():
             return True
-        for moment in where:
-            self.tops[moment] = before
+        for when in where:
+            self.tops[when] = before
         return False
 
 
@@ -369,7 +369,7 @@ def test_the_compiled_search_takes_the_steps_of_the_plain_one(number: int, times
 
 @SOME
 @given(st.integers(1, 30), st.integers(1, 60), st.integers(0, 2**32))
-def test_fewer_moments_tell_the_same(number: int, times: int, seed: int) -> None:
+def test_fewer_times_tell_the_same(number: int, times: int, seed: int) -> None:
     buffers = some_buffers(Random(seed), number, times)
     fewer = buffers.only(np.arange(number))
     assert (fewer.first < fewer.last).all()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from lowtide.lifetimes import BEFORE, OUTSIDE, lifetimes
 from lowtide.program import Copy, Free, Run
-from lowtide.simulate import moments
+from lowtide.simulate import memory_states
 
 MANY = settings(max_examples=400, derandomize=True, deadline=None)
 
@@ -15,23 +15,23 @@ MANY = settings(max_examples=400, derandomize=True, deadline=None)
 @MANY
 @given(cases())
 def test_the_values_of_each_instruction_are_those_of_the_simulator(case: Case) -> None:
-    found = lifetimes(case.graph, case.program, case.costs.nbytes, case.costs.extra)
-    walk = zip(case.program.instructions, moments(case.graph, case.costs, case.program), strict=True)
-    for number, (instruction, moment) in enumerate(walk):
+    found = lifetimes(case.graph, case.program, case.costs.nbytes, case.costs.arena_temporaries)
+    walk = zip(case.program.instructions, memory_states(case.graph, case.costs, case.program), strict=True)
+    for number, (instruction, memory) in enumerate(walk):
         gone = {instruction.value} if isinstance(instruction, Free) and instruction.place == "device" else set()
-        assert set(found.at(number)) == moment.present.keys() - gone
+        assert set(found.at(number)) == memory.present.keys() - gone
 
 
 @MANY
 @given(cases())
 def test_each_block_is_where_the_program_puts_it_for_as_long_as_it_holds_something(case: Case) -> None:
-    found = lifetimes(case.graph, case.program, case.costs.nbytes, case.costs.extra)
+    found = lifetimes(case.graph, case.program, case.costs.nbytes, case.costs.arena_temporaries)
     assert [block.first for block in found.blocks[: len(case.graph.inputs)]] == [BEFORE] * len(case.graph.inputs)
     for instruction, row in zip(case.program.instructions, found.made, strict=True):
         match instruction:
             case Run(op, at, over, again):
                 makes = case.graph.makes_of(op, again=again)
-                assert len(row) == len(makes) + bool(case.costs.extra[op])
+                assert len(row) == len(makes) + bool(case.costs.arena_temporaries[op])
                 fresh = [place for place in range(len(row)) if place >= len(makes) or makes[place] not in dict(over)]
                 assert [found.blocks[row[place]].offset for place in fresh] == [
                     at[place] if at else OUTSIDE for place in fresh

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lowtide.errors import BudgetError, UsageError
 from lowtide.plan import loop
 from lowtide.plan.classics.chain import Backward
-from lowtide.plan.loop import EXACT, LoopPlan, Sizes, plan_loop, usual
+from lowtide.plan.loop import LoopPlan, Sizes, plan_loop, usual
+from lowtide.plan.settings import EXACT_LENGTH
 
 SOME = settings(max_examples=150, derandomize=True, deadline=None)
 Now = tuple[frozenset[int], frozenset[int], int, int]  # stored states, kept cells, the state at hand, the next backward
@@ -20,7 +21,7 @@ Now = tuple[frozenset[int], frozenset[int], int, int]  # stored states, kept cel
 
 def nbytes(sizes: Sizes, stored: frozenset[int] | set[int], kept: frozenset[int] | set[int]) -> int:
     """What is held, state by state: the first one is there anyway."""
-    found = sizes.inside * len(kept)
+    found = sizes.internals * len(kept)
     for state in (stored | kept | {cell + 1 for cell in kept}) - {0}:
         after, before = state - 1 in kept, state in kept
         if state in stored:
@@ -144,8 +145,8 @@ def test_long_loops_lose_little_to_their_blocks(monkeypatch: pytest.MonkeyPatch,
     sizes = usual(2, 7)
     plans = []
     for exact in (2000, 1000):
-        monkeypatch.setattr(loop, "EXACT", exact)
-        monkeypatch.setattr(loop, "WORK", 1e9)
+        monkeypatch.setattr(loop, "EXACT_LENGTH", exact)
+        monkeypatch.setattr(loop, "TABLE_WORK", 1e9)
         plans.append(plan_loop.__wrapped__(length, sizes, sizes.plain(length) // part))
         loop._table.cache_clear()
     assert replay(plans[1]) == (plans[1].forwards, plans[1].nbytes)
@@ -164,9 +165,9 @@ def test_very_long_loops_are_planned_too() -> None:
 def test_long_loops_name_the_least_that_they_can_be_planned_with() -> None:
     sizes = usual(2, 7)
     with pytest.raises(BudgetError) as error:
-        plan_loop(EXACT + 1, sizes, 8)
+        plan_loop(EXACT_LENGTH + 1, sizes, 8)
     assert error.value.least == 9
-    assert plan_loop(EXACT + 1, sizes, 9).nbytes <= 9
+    assert plan_loop(EXACT_LENGTH + 1, sizes, 9).nbytes <= 9
 
 
 def test_a_grid_wastes_little_of_a_large_budget() -> None:
@@ -196,5 +197,5 @@ def test_too_few_bytes_name_the_least_that_works() -> None:
         plan_loop(40, usual(2, 7), 6)
     assert error.value.least == 7
     assert replay(plan_loop(40, usual(2, 7), 7)) == (820, 7)
-    with pytest.raises(UsageError, match="0 moments"):
+    with pytest.raises(UsageError, match="0 time steps"):
         plan_loop(0, usual(2, 7), 7)

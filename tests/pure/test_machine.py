@@ -131,7 +131,7 @@ BLIND: dict[str, tuple[str, Any]] = {
     "copies in flight": ("check_still", _blind),
     "in place": ("check_over", _blind),
     "unreadable": ("check_readable", _blind),
-    "repeats": ("check_turn", lambda self, op, again: self.has_run.add(op)),
+    "repeats": ("check_order", lambda self, op, again: self.has_run.add(op)),
     "the end": ("end", _blind),
     "home": ("at_home", lambda self, block: self.blocks.get(block, (0, 0))[0] == -1),
     "last contents": ("last_contents", lambda self, all_of=_Judge.last_contents: _there(self, all_of(self))),

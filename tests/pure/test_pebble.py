@@ -41,7 +41,7 @@ def test_small_graphs_get_the_least_peak_of_all_orders(case: Costed) -> None:
     truth = least_peak_of_orders(case.graph, case.costs)
     assert arrays.peak(order) == truth
     assert check(case.graph, case.costs, emit(arrays, order)) == truth
-    assert arrays.stays + least(Board(arrays, start)) <= truth
+    assert arrays.persistent + least(Board(arrays, start)) <= truth
 
 
 @SOME

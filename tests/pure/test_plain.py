@@ -28,7 +28,8 @@ from lowtide.plan.order import captured_order
 from lowtide.plan.planning import BEST, METHODS, OFFLOAD, Planning
 from lowtide.plan.problem import Ints, Problem, problem
 from lowtide.plan.problem import library as search_library
-from lowtide.plan.recompute import PATIENCE, shave, tidy
+from lowtide.plan.recompute import shave, tidy
+from lowtide.plan.settings import SHAVING_PATIENCE
 from lowtide.program import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,12 +66,12 @@ def plainly_shaved(arrays: Problem, sequence: Ints, budget: int, batch: int, pen
     return plain.shave(
         arrays,
         sequence,
-        budget - arrays.stays,
+        budget - arrays.persistent,
         batch=batch,
         penalty=penalty,
         weight=np.ones(len(arrays.nbytes)),
         smallest=0,
-        most_seconds=PATIENCE * float(arrays.seconds.sum()),
+        most_seconds=SHAVING_PATIENCE * float(arrays.seconds.sum()),
         work=np.array([work]),
     )
 
@@ -89,7 +90,7 @@ def test_profile_shave_and_tidy_are_those_of_the_compiled_loops(case: Costed) ->
                 np.testing.assert_array_equal(mine, shaved)
             np.testing.assert_array_equal(plain.profile(arrays, shaved), arrays.profile(shaved))
             most = max(budget, peak)
-            mine = plain.tidy(arrays, shaved, most - arrays.stays, passes=4, work=np.array([ENDLESS]))
+            mine = plain.tidy(arrays, shaved, most - arrays.persistent, passes=4, work=np.array([ENDLESS]))
             np.testing.assert_array_equal(mine, tidy(arrays, shaved, most))
 
 
@@ -162,7 +163,11 @@ def test_shaving_ends_when_the_work_is_done() -> None:
     order = captured_order(case.graph)
     budget = budgets(arrays, order)[0]
     lengths = [
-        len(plainly_shaved(arrays, order, budget, 1, 0.0, plain.SLOW * (plain.ROUND + 4 * len(order)) * rounds))
+        len(
+            plainly_shaved(
+                arrays, order, budget, 1, 0.0, plain.PLAIN_PLACE * (plain.PLAIN_ROUND + 4 * len(order)) * rounds
+            )
+        )
         for rounds in (0, 3, 9)
     ]
     assert lengths[0] < lengths[1] < lengths[2]

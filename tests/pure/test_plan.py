@@ -37,7 +37,8 @@ MANY = settings(max_examples=400, derandomize=True, deadline=None)
 def assert_peak(case: Case, sequence: np.ndarray) -> None:
     """The program of a sequence is valid, and its peak is the one that the arrays predict.
 
-    Two things are not in the arrays: inputs that the step uses up count as staying, and saved generator states as none.
+    Two things are not in the arrays: inputs that the step uses up count as persistent, and saved generator
+    states as none.
     """
     arrays = problem(case.graph, case.costs)
     program = emit(arrays, sequence)
@@ -46,7 +47,7 @@ def assert_peak(case: Case, sequence: np.ndarray) -> None:
     ops = [int(op) for op in sequence]
     states = 2 * sum(case.graph.generator_bytes for op in set(ops) if case.graph.ops[op].random and ops.count(op) > 1)
     assert found <= arrays.peak(sequence) + states
-    if all(item.stays for item in case.graph.inputs):
+    if all(item.persistent for item in case.graph.inputs):
         assert found >= arrays.peak(sequence)
 
 
@@ -113,7 +114,9 @@ def training_chain(length: int, random: Random | None = None) -> tuple[Graph, Co
     costs = declared(graph)
     if random is not None:
         seconds = tuple(float(random.randint(1, 4)) for _ in ops)
-        costs = Costs(graph.fingerprint, seconds, costs.extra, costs.nbytes, costs.in_place, "roofline", "unit")
+        costs = Costs(
+            graph.fingerprint, seconds, costs.arena_temporaries, costs.nbytes, costs.in_place, "roofline", "unit"
+        )
     return graph, costs
 
 
@@ -194,13 +197,13 @@ def test_the_least_budget_that_an_error_names_can_be_planned() -> None:
     [(1000, 1000), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000), ("50%", 300), ("0%", 100), ("8k", 8192)],
 )
 def test_budgets_as_people_write_them(text: int | str, nbytes: int) -> None:
-    assert read_budget(text, stays=100, eager_peak=500) == nbytes
+    assert read_budget(text, persistent=100, eager_peak=500) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "much", "-3GiB", "5 parsecs", "1e9x", 0, "0", True])
 def test_what_is_no_budget(text: int | str) -> None:
     with pytest.raises(UsageError, match="budget"):
-        read_budget(text, stays=100, eager_peak=500)
+        read_budget(text, persistent=100, eager_peak=500)
 
 
 def planned(case: Costed, budget: int, method: str) -> Plan | None:
@@ -250,7 +253,7 @@ def assert_bounded(case: Costed) -> None:
     for budget in {low, (2 * low + high) // 3, (low + 2 * high) // 3}:
         optimum = exact(arrays, budget)
         assert optimum.proven
-        own = budget - arrays.stays
+        own = budget - arrays.persistent
         alone, gate = bound_alone(candidates, own)
         assert base + alone <= optimum.bound_seconds + 1e-6
         if gate is not None and alone < float("inf"):
@@ -268,8 +271,8 @@ SEARCHED = [(40, 0), (40, 1), *(pytest.param(40, seed, marks=pytest.mark.long) f
 def test_bounds_hold_where_temporaries_need_less_in_the_heap_than_in_one_piece(length: int, seed: int) -> None:
     random = Random(seed)
     graph, costs = training_chain(length, random)
-    extra = tuple(random.choice((0, 64, 640)) for _ in graph.ops)
-    costs = replace(costs, extra=extra, inside=tuple(nbytes // 8 for nbytes in extra))
+    piece = tuple(random.choice((0, 64, 640)) for _ in graph.ops)
+    costs = replace(costs, arena_temporaries=piece, heap_temporaries=tuple(nbytes // 8 for nbytes in piece))
     smallest = least(graph, costs).peak
     for budget in range(smallest, smallest + 700, 100):
         found = plan(graph, costs, budget, time_limit=0.05)

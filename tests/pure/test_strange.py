@@ -74,12 +74,12 @@ BUDGETS: list[Any] = ["9" * 400 + "GiB", "9" * 5000, "9" * 400 + "%", "9" * 30 +
 @pytest.mark.parametrize("budget", BUDGETS, ids=range(len(BUDGETS)))
 def test_an_endless_budget_is_refused_in_a_line(budget: Any) -> None:
     with pytest.raises(UsageError) as caught:
-        read_budget(budget, stays=100, eager_peak=1000)
+        read_budget(budget, persistent=100, eager_peak=1000)
     assert len(str(caught.value)) < 300
 
 
 def test_a_budget_is_taken_to_the_byte() -> None:
-    assert read_budget("9007199254740993", stays=0, eager_peak=0) == 2**53 + 1
+    assert read_budget("9007199254740993", persistent=0, eager_peak=0) == 2**53 + 1
 
 
 @pytest.fixture

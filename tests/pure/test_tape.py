@@ -133,12 +133,12 @@ def make_faithful(size: int, seed: int) -> tuple[Case, list[Script]]:
     graph = make_graph(random, size)
     script = scripts(random, graph)
     costs = make_costs(random, graph)
-    extra = []
+    arena_temporaries = []
     for op in range(len(graph.ops)):
         blocks = blocks_of(alone(script[op], [costs.nbytes[value] for value in graph.makes[op]]))
         results = [block for block in blocks if block.freed == NEVER]
-        extra.append(height(arrange([block for block in blocks if block.freed != NEVER], results)))
-    costs = dataclasses.replace(costs, extra=tuple(extra))
+        arena_temporaries.append(height(arrange([block for block in blocks if block.freed != NEVER], results)))
+    costs = dataclasses.replace(costs, arena_temporaries=tuple(arena_temporaries))
     program = make_program(random, graph, costs, wild=random.choice((0.0, 0.2, 0.4, 0.6)))
     return Case(size, seed, graph, costs, lay_out(random, graph, costs, program)), script
 
@@ -223,7 +223,7 @@ def test_what_comes_as_planned_goes_where_planned(size: int, seed: int) -> None:
         if (
             as_measured
             and all(offset >= 0 for _, offset in planned)
-            and (not case.costs.extra[run.op] or run.at[-1] >= 0)
+            and (not case.costs.arena_temporaries[run.op] or run.at[-1] >= 0)
         ):
             assert OUTSIDE not in passing
         elif passing:
@@ -277,7 +277,7 @@ def test_temporaries_show_in_a_step_as_they_were_measured(size: int, seed: int) 
         if run.over or len(case.graph.makes_of(run.op, again=run.again)) < len(case.graph.makes[run.op])
     }
     assert {op: piece for op, (piece, _) in found.items() if op not in altered} == {
-        op: case.costs.extra[op] for op in found if op not in altered
+        op: case.costs.arena_temporaries[op] for op in found if op not in altered
     }
     assert all(heap <= piece for op, (piece, heap) in found.items() if op not in altered)
 

@@ -26,8 +26,10 @@ CLAIMS: dict[str, Claim] = {
         Claim("resnet1000-small", "the same net at batch 4, 64x64, raced against eager", resnet.deep_small),
         Claim("resnet50", "ResNet-50, batch 32, 224x224, raced against eager", resnet.fifty),
         Claim("sharing", "ResNet-50 without recomputation, against nothing shared", resnet.sharing),
-        Claim("lstm-loop", "LSTM cell, 1000 moments, with 5% and 2% of the plain loop's memory", loops.lstm_loop),
-        Claim("lstm-4x1024", "four LSTM layers of 1024, batch 64: 1000 moments planned, 128 executed", loops.deep_lstm),
+        Claim("lstm-loop", "LSTM cell, 1000 time steps, with 5% and 2% of the plain loop's memory", loops.lstm_loop),
+        Claim(
+            "lstm-4x1024", "four LSTM layers of 1024, batch 64: 1000 time steps planned, 128 executed", loops.deep_lstm
+        ),
         Claim("residual-rnn", "110 layers of a residual RNN in the memory of 9", residual.residual),
         Claim("tanh", "chains of 100 and 1000 nodes of 1 MB in 20 and 30 MB", chain.tanh),
         Claim("tanh-lengths", "memory against length, from 10 to 10,000 nodes", chain.lengths),

@@ -59,7 +59,7 @@ def tanh(small: bool) -> Found:
             Figure(f"{name}: eager's", found.eager.peak, "bytes"),
             yes(f"{name}: all that 5 steps change is eager's, bit for bit", found.equal),
             Figure(f"{name}: time, of eager's", found.time_ratio, "time"),
-            Figure(f"{name}: planned extra time", found.overhead, "overhead"),
+            Figure(f"{name}: planned overhead", found.overhead, "overhead"),
         ]
     return Found(tuple(figures))
 
@@ -103,7 +103,7 @@ def _held(other: Point, mine: Point | None) -> list[Figure]:
         return [yes(f"{name}: planned within {show(PATIENCE, 'seconds')}", False, published)]
     return [
         Figure(name, mine.own, "bytes", published, most=other.own),
-        Figure("  its extra time", mine.overhead, "overhead", published, most=other.overhead),
+        Figure("  its overhead", mine.overhead, "overhead", published, most=other.overhead),
         Figure("  planned in", mine.planning_seconds, "seconds"),
     ]
 
@@ -115,19 +115,19 @@ class Chain:
         self.length = length
         self.graph = capture(*build(chain(length))).graph
         self.costs = roofline(self.graph)
-        self.arrays, self.stays = problem(self.graph, self.costs), self.costs.stays(self.graph)
+        self.arrays, self.persistent = problem(self.graph, self.costs), self.costs.persistent(self.graph)
         self.keep = plan(self.graph, self.costs)
 
     @property
     def kept(self) -> Point:
         """What nothing but order and sharing need."""
-        return Point(KEEP, self.length, self.keep.peak - self.stays, 0.0, self.keep.planning_seconds)
+        return Point(KEEP, self.length, self.keep.peak - self.persistent, 0.0, self.keep.planning_seconds)
 
     def by_chen(self, way: str) -> Point:
         """What one of Chen's schedules needs."""
         sequence = replay(self.graph, self.arrays, SCHEDULES[way](self.length))
-        extra = self.arrays.time(sequence) / self.keep.base_seconds - 1
-        return Point(way, self.length, self.arrays.peak(sequence) - self.stays, extra, 0.0)
+        overhead = self.arrays.time(sequence) / self.keep.base_seconds - 1
+        return Point(way, self.length, self.arrays.peak(sequence) - self.persistent, overhead, 0.0)
 
     def by_lowtide(self, theirs: str, time_limit: float) -> Point:
         """Lowtide with the slots with which Revolve needs no more forwards; it is told nothing of that but the bytes.
@@ -141,15 +141,15 @@ class Chain:
         best, seconds = None, 0.0
         for own in sorted({low + (other.own - low) * number // (TRIES - 1) for number in range(TRIES)}):
             try:
-                found = plan(self.graph, self.costs, self.stays + own, time_limit=time_limit)
+                found = plan(self.graph, self.costs, self.persistent + own, time_limit=time_limit)
             except BudgetError:
                 continue
             seconds = max(seconds, found.planning_seconds)
-            best = Point(WAYS[theirs], length, found.peak - self.stays, found.overhead, seconds)
+            best = Point(WAYS[theirs], length, found.peak - self.persistent, found.overhead, seconds)
             if found.overhead <= other.overhead:
                 break
         if best is None:
-            raise BudgetError(f"no plan for a chain of {length:,} nodes within {self.stays + other.own:,} bytes.")
+            raise BudgetError(f"no plan for a chain of {length:,} nodes within {self.persistent + other.own:,} bytes.")
         return best
 
 
@@ -178,15 +178,15 @@ def replay(graph: Graph, arrays: Problem, schedule: Sequence[Action]) -> Ints:
     ahead = [op for op in ops if graph.ops[op].target.startswith("aten.tanh.")]
     back = [op for op in ops if graph.ops[op].target.startswith("aten.tanh_backward.")][::-1]
     assert len(ahead) == len(back) == 1 + max(action.step for action in schedule)
-    turned = False
+    backwards = False
     sequence = ops[: ahead[0]]
     for action in schedule:
         if isinstance(action, Forward):
             sequence.append(ahead[action.step])
             continue
-        if not turned:
+        if not backwards:
             sequence += ops[ahead[-1] + 1 : back[-1]]
-            turned = True
+            backwards = True
         sequence.append(back[action.step])
     found = np.array([*sequence, *ops[back[0] + 1 :]], np.int64)
     assert arrays.allows(found)

@@ -18,7 +18,7 @@ class Figure:
 
     what: str
     found: float
-    unit: Unit  # "time": of eager's; "overhead": extra, as a fraction; "times": less; "yes": 1 or 0
+    unit: Unit  # "time": of eager's; "overhead": added, as a fraction; "times": less; "yes": 1 or 0
     published: str = ""  # what others reached
     most: float | None = None  # in the same unit; None: no such limit
     least: float | None = None

@@ -23,7 +23,7 @@ SHARES = {5: 1.30, 2: 1.36}  # percent of what the plain loop keeps -> the most 
 ROUNDS = 7
 GB = 10**9
 ROOM = 9 * GB // 10  # bytes of the deep loop: what it keeps, and its outputs
-EXECUTED = 128  # moments of the deep loop that are run
+EXECUTED = 128  # time steps of the deep loop that are run
 PART = 10  # percent of what the plain loop keeps, for these
 
 State = tuple[tuple[Tensor, Tensor], ...]
@@ -58,8 +58,8 @@ class Setting:
     def plain(self) -> tuple[Tensor, State]:
         """The loop that everybody writes."""
         outputs, state = [], self.state
-        for moment in self.inputs.unbind(0):
-            output, state = self.cell(moment, state)
+        for time_step in self.inputs.unbind(0):
+            output, state = self.cell(time_step, state)
             outputs.append(output)
         return torch.stack(outputs), state
 
@@ -140,7 +140,7 @@ def race(given: Setting, loops: Sequence[Loop], *, rounds: int) -> tuple[list[Ta
 
 
 def lstm_loop(small: bool) -> Found:
-    """Run a loop of a thousand moments within parts of what the plain one keeps.
+    """Run a loop of a thousand time steps within parts of what the plain one keeps.
 
     Wide, and with gradients of the inputs: the narrower the cell, the larger the part of the forward, which runs twice.
     """
@@ -173,7 +173,7 @@ def lstm_loop(small: bool) -> Found:
 
 
 def deep_lstm(small: bool) -> Found:
-    """Plan a thousand moments of four layers, and run 128 of them."""
+    """Plan a thousand time steps of four layers, and run 128 of them."""
     sizes: dict[str, Any] = (
         {"layers": 2, "width": 8, "batch": 4} if small else {"layers": 4, "width": 1024, "batch": 64}
     )
@@ -190,13 +190,13 @@ def deep_lstm(small: bool) -> Found:
     return Found(
         (
             Figure(
-                f"{length:,} moments, planned", plan.nbytes + outputs, "bytes", "over 4 times less (Chen)", most=room
+                f"{length:,} time steps, planned", plan.nbytes + outputs, "bytes", "over 4 times less (Chen)", most=room
             ),
             Figure("  with everything kept", plain_bytes + outputs, "bytes", "15.2 GB shared"),
-            Figure("  forwards for each moment", plan.forwards / length, "time"),
+            Figure("  forwards for each time step", plan.forwards / length, "time"),
             Figure("  the least that it can do with", plan.least + outputs, "bytes"),
             Figure(
-                f"{executed} moments at {part}%: less than the plain loop, metered",
+                f"{executed} time steps at {part}%: less than the plain loop, metered",
                 plain.own / ours.own,
                 "times",
                 "over 4 times (Chen)",

@@ -34,7 +34,7 @@ class Sizes:
     deep: int  # layers
     shallow: int  # layers
     width: int  # units
-    length: int  # moments
+    length: int  # time steps
 
     def target(self, layers: int) -> str:
         """The net with so many layers."""
@@ -73,7 +73,7 @@ def residual(small: bool) -> Found:
             Figure(f"{nine} own part in eager", shallow.own, "bytes"),
             Figure(f"{sizes.deep} layers in eager, the whole", found.eager.peak, "bytes"),
             Figure("time, of eager's with as many layers", found.time_ratio, "time"),
-            Figure("planned extra time", found.overhead, "overhead"),
+            Figure("planned overhead", found.overhead, "overhead"),
             yes("all that 5 steps change is eager's, bit for bit", found.equal),
             Figure(
                 f"{batch}: activations", parts.memory.own - parts.gradients, "bytes", "16 times less", most=shallow.own

@@ -37,7 +37,7 @@ def batch(
     """Compare the throughput that is predicted for batch sizes with the measured one."""
 
     def one(target: str) -> Row:
-        nbytes = read_budget(budget or batches.TARGETS.get(target, batches.BUDGET), stays=1, eager_peak=1)
+        nbytes = read_budget(budget or batches.TARGETS.get(target, batches.BUDGET), persistent=1, eager_peak=1)
         found = batches.compare(
             lambda count: Parts(*build(target, batch=count)), nbytes, rounds=rounds, time_limit=time_limit
         )

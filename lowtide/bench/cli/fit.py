@@ -251,7 +251,7 @@ def _surveys(rows: list[Row]) -> Part:
         [
             row["target"],
             f"{row['ops']:,}",
-            show_bytes(row["stays"]),
+            show_bytes(row["persistent"]),
             show_bytes(row["eager_peak"]),
             show_bytes(row["least"]),
             show_seconds(row["capture_seconds"]),
@@ -261,7 +261,16 @@ def _surveys(rows: list[Row]) -> Part:
         for row in rows
         if "failure" not in row
     ]
-    titles = ["target", "ops", "stays", "eager's peak", "least budget", "captured in", "measured in", "least found in"]
+    titles = [
+        "target",
+        "ops",
+        "persistent",
+        "eager's peak",
+        "least budget",
+        "captured in",
+        "measured in",
+        "least found in",
+    ]
     return Part("targets", rows, [Table("s" + "r" * 7, cells, titles, ("bold", *[""] * 7))], "What is predicted")
 
 

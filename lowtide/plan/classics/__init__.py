@@ -17,14 +17,9 @@ from lowtide.plan.classics.find import Knob, Prepare, chen_search, fixed, rotor,
 from lowtide.plan.classics.saved import drop_cheap, minimum_cut
 from lowtide.plan.classics.segments import Segments, segments
 from lowtide.plan.problem import Ints, Problem
+from lowtide.plan.settings import LARGEST_ALPHA, LONG_CHAIN_SLOTS, MENU_LEVELS, ROTOR_STAGES, TABLELESS_SEGMENTS
 
 __all__ = ["CLASSICS", "Classic"]
-
-STAGES = 200  # of rotor, whose tables grow with the third power
-LEVELS = (120, 50, 30, 16)  # segments, for menus: long segments have the better ones, short ones fit into less
-LARGEST_ALPHA = 8
-LONGEST = 20_000  # segments of what needs no tables
-SLOTS = 128  # in the tables of longer chains
 
 
 @dataclass(frozen=True)
@@ -72,15 +67,15 @@ def _internal(chain: Segments) -> Knob:
 def _mixed(chain: Segments) -> Knob:
     """Alpha is what the internals of a segment take, for what enters one."""
     steps, nbytes = len(chain.parts), chain.links.problem.nbytes
-    inside = sum(int(nbytes[list(part.internals | part.leaving)].sum()) for part in chain.parts)
+    internals = sum(int(nbytes[list(part.internals | part.leaving)].sum()) for part in chain.parts)
     entering = sum(int(nbytes[list(part.entering)].sum()) for part in chain.parts)
-    alpha = int(np.clip(round(inside / max(1, entering)), 1, LARGEST_ALPHA))
+    alpha = int(np.clip(round(internals / max(1, entering)), 1, LARGEST_ALPHA))
     return _of_table(mixed(steps, alpha * _slots(steps), alpha), alpha * _root(steps))
 
 
 def _slots(steps: int) -> int:
     """As many as there are steps; for long chains no more than what saves most of the memory."""
-    return steps if steps <= STAGES else min(steps, SLOTS)
+    return steps if steps <= ROTOR_STAGES else min(steps, LONG_CHAIN_SLOTS)
 
 
 def _of_table(table: Gruslys, natural: int) -> Knob:
@@ -104,7 +99,7 @@ CLASSICS: dict[str, Classic] = {
     "revolve": Classic(
         "keep states in slots at binomial distances",
         "Griewank and Walther 2000, Algorithm 799: Revolve",
-        turning(_revolve, most=LONGEST),
+        turning(_revolve, most=TABLELESS_SEGMENTS),
     ),
     "gruslys-hidden": Classic("keep states in slots", GRUSLYS, turning(_hidden)),
     "gruslys-internal": Classic("keep the internals of steps in slots", GRUSLYS, turning(_internal)),
@@ -112,11 +107,11 @@ CLASSICS: dict[str, Classic] = {
     "rotor": Classic(
         "states and internals of a chain of unequal stages, by bytes and seconds",
         "Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains",
-        rotor(most=[STAGES], menus=False),
+        rotor(most=[ROTOR_STAGES], menus=False),
     ),
     "rockmate": Classic(
         "the same with a menu of internals for each stage",
         "Zhao et al. 2023, Rockmate: an efficient, fast, automatic and generic tool for re-materialization",
-        rotor(most=LEVELS, menus=True),
+        rotor(most=MENU_LEVELS, menus=True),
     ),
 }

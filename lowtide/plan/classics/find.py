@@ -14,16 +14,10 @@ from lowtide.plan.classics.measured import measured_chain
 from lowtide.plan.classics.rotor import Chain, Rotor
 from lowtide.plan.classics.segments import Menus, Segments, segments
 from lowtide.plan.problem import Ints, Problem
+from lowtide.plan.settings import FINEST, GROUPINGS, HEADROOM, LEVELLED, MEMORY_UNITS, REPLAYED
 
 Find = Callable[[int | None], Ints | None]  # bytes of the whole step -> sequence, None: no fit; None -> natural plan
 Prepare = Callable[[Problem, Ints], Find]  # for one order of the ops
-
-FINEST = 1024  # segments of a chain of equal steps
-GROUPINGS = 24  # that Chen's search tries, as far as they replay in all no more than
-REPLAYED = 300_000  # ops, but six at least
-LEVELLED = 60_000  # ops of all chains that are measured for one step, but one chain at least
-UNITS = 400  # of memory in a budget
-HEADROOM = 1.15  # of the budget: tables add up what is rarely there at the same time
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,8 @@ def rotor(*, most: Sequence[int], menus: bool) -> Prepare:
 
 
 def _solve(problem: Problem, budget: int, chain: Segments, sizes: Chain, menus: Menus) -> Ints | None:
-    unit = max(1.0, (budget - problem.stays) / UNITS)
-    table = Rotor(sizes.in_units(unit), int(HEADROOM * UNITS))
+    unit = max(1.0, (budget - problem.persistent) / MEMORY_UNITS)
+    table = Rotor(sizes.in_units(unit), int(HEADROOM * MEMORY_UNITS))
 
     def make(memory: int) -> Ints | None:
         schedule = table.schedule(memory)

@@ -17,9 +17,7 @@ from lowtide.plan.classics.rotor import Chain, Way
 from lowtide.plan.classics.segments import Menus, Segments, Values
 from lowtide.plan.classics.tape import Tape
 from lowtide.plan.problem import Floats, Ints
-
-PRICES = 12  # of a byte, for the menus
-FEW = 16  # internals: of so many every one is tried at every step
+from lowtide.plan.settings import MENU_FEW, MENU_PRICES
 
 Menu = list[tuple[Way, Values]]
 
@@ -160,7 +158,7 @@ class Meter:
         """All internals, then ever fewer: the one goes that costs the least seconds for its bytes."""
         keep = self.parts[number].internals
         yield keep
-        while keep and len(self.parts[number].internals) <= FEW:
+        while keep and len(self.parts[number].internals) <= MENU_FEW:
             now = self.seconds(self.backward(number, keep))
             price = {
                 v: (self.seconds(self.backward(number, keep - {v})) - now) / self.nbytes([v]) for v in sorted(keep)
@@ -177,7 +175,7 @@ class Meter:
             sizes, seconds = nbytes[list(part.internals)], max(self.seconds(part.forward), 1e-12)
             to_run = np.where(problem.repeatable, problem.seconds, np.inf)
             wanted = {value for op in part.backward for value in self.links.reads[op]}
-            for price in np.geomspace(1e-3 * seconds / sizes.sum(), 2 * seconds / sizes.min(), PRICES):
+            for price in np.geomspace(1e-3 * seconds / sizes.sum(), 2 * seconds / sizes.min(), MENU_PRICES):
                 yield cheapest(self.links, part.forward, wanted, price * nbytes, to_run) & part.made - part.leaving
 
     def signature(self, number: int) -> tuple[Hashable, list[int]]:
@@ -190,7 +188,7 @@ class Meter:
             reads, makes = self.links.reads[op], self.links.makes[op]
             for value in (*reads, *makes):
                 place.setdefault(value, len(place))
-            rows.append((float(problem.seconds[op]), int(problem.extra[op]), self.links.repeatable[op]))
+            rows.append((float(problem.seconds[op]), int(problem.temporaries[op]), self.links.repeatable[op]))
             rows.append(tuple(tuple(place[value] for value in values) for values in (reads, makes, *over)))
         for value in place:
             sets = (part.made, part.entering, part.leaving, part.internals)

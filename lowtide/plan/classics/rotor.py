@@ -64,8 +64,8 @@ def plain_chain(
     seconds: Sequence[float],
     output: Sequence[float],
     saved: Sequence[float],
-    forward_extra: Sequence[float] | None = None,
-    backward_extra: Sequence[float] | None = None,
+    forward_temporaries: Sequence[float] | None = None,
+    backward_temporaries: Sequence[float] | None = None,
 ) -> Chain:
     """The chain of the paper: sizes of each stage's output and of its saved set, output included, and overheads.
 
@@ -73,8 +73,8 @@ def plain_chain(
     """
     length = len(seconds)
     outputs, saves = np.array(output, float), np.array(saved, float)
-    during = np.zeros(length) if forward_extra is None else np.array(forward_extra, float)
-    after = np.zeros(length) if backward_extra is None else np.array(backward_extra, float)
+    during = np.zeros(length) if forward_temporaries is None else np.array(forward_temporaries, float)
+    after = np.zeros(length) if backward_temporaries is None else np.array(backward_temporaries, float)
     inputs = np.concatenate([[0.0], outputs[:-1]])
     transit = np.tile(inputs + outputs + during, (length, 1))
     np.fill_diagonal(transit, outputs + during)

@@ -14,7 +14,7 @@ import numpy as np
 from lowtide.aten import EXPENSIVE
 from lowtide.graph import Graph
 from lowtide.plan.classics.cut import cheapest
-from lowtide.plan.classics.tape import Links, Tape, at_the_turn
+from lowtide.plan.classics.tape import Links, Tape, split_at_backward
 from lowtide.plan.problem import Ints, Problem
 
 DEAR = 1e4  # bytes count so much more than seconds that only the bytes matter, and seconds break ties
@@ -35,7 +35,7 @@ def drop_cheap(problem: Problem, order: Ints) -> Ints:
 
 def minimum_cut(problem: Problem, order: Ints) -> Ints:
     """Save the fewest bytes from which cheap ops can make the rest."""
-    links, (forward, backward) = Links(problem), at_the_turn(problem, order)
+    links, (forward, backward) = Links(problem), split_at_backward(problem, order)
     may = [bool(problem.repeatable[op]) and cheap(problem.graph, op) for op in range(len(problem.seconds))]
     to_run = np.where(may, problem.seconds / max(float(problem.seconds.sum()), 1e-12), np.inf)
     to_keep = DEAR * problem.nbytes / max(1, int(problem.nbytes.sum()))
@@ -45,7 +45,7 @@ def minimum_cut(problem: Problem, order: Ints) -> Ints:
 
 def keeping(problem: Problem, order: Ints, saved: Iterable[int]) -> Ints:
     """The order, where of what the forward makes only `saved` is there for the backward."""
-    tape, (forward, backward) = Tape(Links(problem)), at_the_turn(problem, order)
+    tape, (forward, backward) = Tape(Links(problem)), split_at_backward(problem, order)
     for op in forward:
         tape.run(op)
     made = {value for op in forward for value in problem.graph.makes[op]}

@@ -13,14 +13,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lowtide.plan.classics.chain import Action, Backward
-from lowtide.plan.classics.tape import Links, Tape, at_the_turn
+from lowtide.plan.classics.tape import Links, Tape, split_at_backward
 from lowtide.plan.problem import Floats, Ints, Problem
-
-MOST = 350  # segments: the dynamic programs grow with the third power
-WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # ops that make something, to each side of a cut
-SMALL = 0.005  # of all bytes that the forward makes: the smallest values that make up so many are not worth dropping
-WIDE = 64  # segments: what crosses more of them is kept, or each of many would carry long lists along
-USELESS = 1.01  # what a byte counts that crosses and that no backward op reads: of equal places the useful one is cut
+from lowtide.plan.settings import NOT_WORTH_DROPPING, SEGMENTS, USELESS, WIDEST_CROSSING, WINDOWS
 
 Values = frozenset[int]
 Menus = Sequence[Sequence[Values]]  # for each segment the sets of internals that may be kept
@@ -87,9 +82,9 @@ class Segments:
         return tape.sequence()
 
 
-def segments(problem: Problem, order: Ints, *, most: int = MOST) -> Segments:
+def segments(problem: Problem, order: Ints, *, most: int = SEGMENTS) -> Segments:
     """Cut a step into at most so many segments."""
-    links, (ahead, back) = Links(problem), at_the_turn(problem, order)
+    links, (ahead, back) = Links(problem), split_at_backward(problem, order)
     droppable = _droppable(links, ahead)
     ahead = _early(links, ahead, droppable)
     cuts = _narrow_places(links, ahead, back, droppable, most)
@@ -104,7 +99,7 @@ def segments(problem: Problem, order: Ints, *, most: int = MOST) -> Segments:
                 last[value] = max(last[value], stage[op])
                 if stage[op] < born[value]:
                     del born[value]  # the backward needs it after its segment is done: never dropped
-    born = {value: begin for value, begin in born.items() if last[value] - begin <= WIDE}
+    born = {value: begin for value, begin in born.items() if last[value] - begin <= WIDEST_CROSSING}
     made: list[set[int]] = [set() for _ in range(len(cuts) + 1)]
     across: list[set[int]] = [set() for _ in range(len(cuts) + 2)]  # into each segment, and out of the last
     for value, begin in born.items():
@@ -133,12 +128,12 @@ def _droppable(links: Links, forward: list[int]) -> Values:
     made = [value for op in forward if links.repeatable[op] for value in links.makes[op]]
     sizes, counts = np.unique(problem.nbytes[made], return_counts=True)
     below = np.cumsum(sizes * counts)
-    small = int(sizes[below <= SMALL * below[-1]].max(initial=0)) if made else 0
+    small = int(sizes[below <= NOT_WORTH_DROPPING * below[-1]].max(initial=0)) if made else 0
     return Values(value for value in made if problem.nbytes[value] > small and not problem.required[value])
 
 
 def _early(links: Links, forward: list[int], droppable: Values) -> list[int]:
-    """The forward, where what needs no more than it sets free (each moment's loss, say) runs right after what it reads.
+    """The forward, where what needs no more than it sets free (a time step's loss, say) runs right after what it reads.
 
     What makes nothing worth dropping counts as such.
     """

@@ -79,11 +79,11 @@ class Tape:
         return np.array(kept[::-1], np.int64)
 
 
-def at_the_turn(problem: Problem, order: Ints) -> tuple[list[int], list[int]]:
+def split_at_backward(problem: Problem, order: Ints) -> tuple[list[int], list[int]]:
     """The ops before the first one of the backward, and the others."""
     ops: list[int] = order.tolist()
-    turn = problem.graph.forward_ends(ops)
-    return ops[:turn], ops[turn:]
+    start = problem.graph.forward_ends(ops)
+    return ops[:start], ops[start:]
 
 
 def _rows(start: Ints, flat: Ints) -> list[list[int]]:

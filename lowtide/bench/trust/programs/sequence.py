@@ -35,10 +35,10 @@ class Reader(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        moments = list(self.embed(tokens[:, WINDOW[0] : WINDOW[1]]).unbind(1))
+        time_steps = list(self.embed(tokens[:, WINDOW[0] : WINDOW[1]]).unbind(1))
         state = torch.zeros(tokens.size(0), 8)
-        for moment in reversed(moments) if self.reverse else moments:
-            state = mix(state, self.cell(moment, state))
+        for time_step in reversed(time_steps) if self.reverse else time_steps:
+            state = mix(state, self.cell(time_step, state))
         out: Tensor = self.out(state) * self.log_scale.exp()
         return out
 

@@ -1,4 +1,4 @@
-"""What a caller of scan gives, moment by moment: the inputs, the state, the lengths, and what the cell answers."""
+"""What a caller of scan gives for each time step: the inputs, the state, the lengths, and what the cell answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Leaves = list[Tensor]
 READINGS = "return (output, new state), or only the new state, with the same structure as the state that you pass in."
 
 
-class Moments:
-    """The inputs; `leaves` are the caller's own tensors, with time first, or those of each moment in turn."""
+class TimeSteps:
+    """The inputs; `leaves` are the caller's own tensors, with time first, or those of each time step in turn."""
 
     def __init__(self, inputs: Any) -> None:
         sequence = isinstance(inputs, (list, tuple)) and not isinstance(inputs, torch.Size)
@@ -27,22 +27,25 @@ class Moments:
             lengths = {leaf.shape[0] if leaf.dim() else 0 for leaf in self.leaves}
             if len(lengths) != 1:
                 raise UsageError(
-                    f"the inputs are of {sorted(lengths)} moments.", hint="give tensors with time first, all as long."
+                    f"the inputs are of {sorted(lengths)} time steps.",
+                    hint="give tensors with time first, all as long.",
                 )
             self.length = lengths.pop()
         else:
-            flat = [tree.flatten(moment) for moment in inputs]
+            flat = [tree.flatten(time_step) for time_step in inputs]
             self.tree = flat[0][1] if flat else tree.LEAF
             self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
             _refuse_others(self.leaves, "the inputs")
             if any(list(form.paths()) != list(self.tree.paths()) for _, form in flat):
-                raise UsageError("the moments of the inputs differ in structure.", hint="give all of them alike.")
+                raise UsageError("the time steps of the inputs differ in structure.", hint="give all of them alike.")
             self.length = len(flat)
         if self.length == 0:
-            raise UsageError("there are no moments to run.", hint="give inputs with at least one moment, time first.")
+            raise UsageError(
+                "there are no time steps to run.", hint="give inputs with at least one time step, time first."
+            )
 
     def columns(self) -> list[Sequence[Tensor]]:
-        """The leaves of each moment, as views of what the caller gave."""
+        """The leaves of each time step, as views of what the caller gave."""
         if self.stacked:
             return list(zip(*(leaf.unbind(0) for leaf in self.leaves), strict=True))
         count = len(self.leaves) // self.length
@@ -52,25 +55,25 @@ class Moments:
 class Cell:
     """The caller's cell on flat lists of tensors; how to read its answer shows at its first call."""
 
-    def __init__(self, function: Callable[[Any, Any], Any], moments: Moments, state: Any) -> None:
-        self.function, self.moment = function, moments.tree
+    def __init__(self, function: Callable[[Any, Any], Any], time_steps: TimeSteps, state: Any) -> None:
+        self.function, self.time_step = function, time_steps.tree
         self.state, self.first_state = tree.flatten(state)
         _refuse_others(self.state, "the state")
         if not self.state:
             raise UsageError(
-                "the state has no tensor.", hint="give what the cell needs at the first moment, say zeros."
+                "the state has no tensor.", hint="give what the cell needs at the first time step, say zeros."
             )
         self.next_state: tree.Tree | None = None  # as the cell returns it
         self.outputs: tree.Tree = tree.LEAF
         self.pair = False
 
     def __call__(
-        self, moment: int, inputs: Sequence[Tensor], state: Sequence[Tensor], mask: Tensor | None
+        self, time_step: int, inputs: Sequence[Tensor], state: Sequence[Tensor], mask: Tensor | None
     ) -> tuple[list[Any], Leaves]:
         """The leaves of the output, some of them None, and of the next state."""
-        form = self.first_state if moment == 0 else self.next_state
+        form = self.first_state if time_step == 0 else self.next_state
         assert form is not None
-        result = self.function(_build(self.moment, inputs), _build(form, state))
+        result = self.function(_build(self.time_step, inputs), _build(form, state))
         if self.next_state is None:
             self._read(result)
         made = result[1] if self.pair else result
@@ -110,7 +113,7 @@ class Cell:
 
 
 class Stacked:
-    """Tensors of all moments put together as torch.stack does, without having them twice where that can be."""
+    """Tensors of all time steps put together as torch.stack does, without having them twice where that can be."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -118,8 +121,8 @@ class Stacked:
         self.parts: list[Tensor | None] = [None] * length
         self.shape: torch.Size | None = None
 
-    def put(self, moment: int, part: Tensor | None) -> None:
-        """Take the tensor of one moment; None stands for zeros."""
+    def put(self, time_step: int, part: Tensor | None) -> None:
+        """Take the tensor of one time step; None stands for zeros."""
         if part is None:
             return
         if self.shape is None:
@@ -129,27 +132,27 @@ class Stacked:
                 self.views = self.whole.unbind(0)
                 self.filled = [False] * self.length
         if self.whole is None:
-            self.parts[moment] = part.detach()
+            self.parts[time_step] = part.detach()
             return
         if part.shape != self.shape or part.dtype != self.whole.dtype:
             raise UsageError(
-                f"the cell's output has shape {tuple(self.shape)} at one moment and {tuple(part.shape)} at moment "
-                f"{moment}, or another type.",
-                hint="outputs are stacked: return the same shape and type at every moment.",
+                f"the cell's output has shape {tuple(self.shape)} at one time step and {tuple(part.shape)} at "
+                f"time step {time_step}, or another type.",
+                hint="outputs are stacked: return the same shape and type at every time step.",
             )
-        self.views[moment].copy_(part)
-        self.filled[moment] = True
+        self.views[time_step].copy_(part)
+        self.filled[time_step] = True
 
-    def view(self, moment: int) -> Tensor:
-        """The tensor of a moment inside the whole; writing to others does not count as writing to it."""
-        return self.views[moment].data
+    def view(self, time_step: int) -> Tensor:
+        """The tensor of a time step inside the whole; writing to others does not count as writing to it."""
+        return self.views[time_step].data
 
     def take(self) -> Tensor | None:
-        """The whole; None where no moment had a tensor."""
+        """The whole; None where no time step had a tensor."""
         if self.whole is not None:
-            for moment, there in enumerate(self.filled):
+            for time_step, there in enumerate(self.filled):
                 if not there:
-                    self.views[moment].zero_()
+                    self.views[time_step].zero_()
             return self.whole
         some = next((part for part in self.parts if part is not None), None)
         if some is None:
@@ -157,10 +160,10 @@ class Stacked:
         return torch.stack([torch.zeros_like(some) if part is None else part for part in self.parts])
 
 
-def masks(lengths: Any, moments: Moments, state: Leaves) -> list[Tensor | None]:
-    """For each moment which sequences of the batch still go on."""
+def masks(lengths: Any, time_steps: TimeSteps, state: Leaves) -> list[Tensor | None]:
+    """For each time step which sequences of the batch still go on."""
     if lengths is None:
-        return [None] * moments.length
+        return [None] * time_steps.length
     if not isinstance(lengths, Tensor):
         lengths = torch.tensor(lengths, device=state[0].device)
     if lengths.dim() != 1 or lengths.dtype.is_floating_point or lengths.dtype is torch.bool:
@@ -174,7 +177,7 @@ def masks(lengths: Any, moments: Moments, state: Leaves) -> list[Tensor | None]:
                 f"there are {lengths.shape[0]} lengths, and a tensor of the state has shape {tuple(leaf.shape)}.",
                 hint="with lengths every tensor of the state and of the output has the batch as its first dimension.",
             )
-    times = torch.arange(moments.length, device=lengths.device)
+    times = torch.arange(time_steps.length, device=lengths.device)
     return list((times[:, None] < lengths[None]).unbind(0))
 
 

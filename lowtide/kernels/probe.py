@@ -1,0 +1,322 @@
+"""Whether a call can run in parts: it runs whole and in two parts, on random contents, and the results are compared.
+
+There are no rules for ops here. What a call does along an axis is seen from numbers: a result whose slices are what the
+parts make is independent along it; one that the parts add up to is a sum; what is neither is coupled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowtide.aten import SAME_ANYWAY
+from lowtide.graph import Arg, Constant
+from lowtide.kernels import constant, overload, returns_one
+from lowtide.private import bare_kernel
+
+PARTS = (2, 3)  # examples of the two parts
+LARGE = 2**25  # elements of all tensors of a trial, from which it has one example in each part, in single precision
+CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # differences from rounding, of the largest number
+WORDS = ("normal", "positive")  # two kinds of contents; either alone would let some calls look alike
+
+Role = Literal["axis", "partial", "same", "scalar"]  # sliced for a part; a term of the whole; the same for all
+Found = Literal["axis", "sum", "mean", "same"]
+Kept = Literal["none", "numbers", "all"]  # which numbers among the arguments are those of the whole in each part
+KEPT: tuple[Kept, ...] = ("none", "numbers", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Grows:
+    """A number that is so many for each example."""
+
+    each: int
+
+    def at(self, examples: int) -> int:
+        """The number for so many examples."""
+        return self.each * examples
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A number that depends on the examples otherwise than in proportion, as it is for all of them."""
+
+    number: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One view of a chain of views."""
+
+    target: str
+    args: tuple[Any, ...]
+    item: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An argument: the tensor of this number, seen through these views."""
+
+    place: int
+    chain: tuple[Link, ...] = ()
+
+
+Size = int | Grows
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that a call reads."""
+
+    role: Role
+    dtype: str
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    dim: int = -1  # the axis; -1: it has none
+    maker: Trial | None = None  # of contents that nobody can make up
+    output: int = 0  # of the maker
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A call for any number of examples."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    sources: tuple[Source, ...]
+    dims: tuple[int | None, ...]  # of each result the axis; -1: it has none; None: no tensor
+    updated: tuple[int, ...] = ()  # sources that the call writes over: results, after the others
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a call does along the axis."""
+
+    kept: Kept
+    results: tuple[Found | None, ...]
+
+
+@cache
+def behaviour(trial: Trial) -> Behaviour | None:
+    """What a call does along the axis; None: its parts do not make what the whole makes."""
+    for kept in KEPT if _has_sizes(trial.args) or _has_sizes(trial.kwargs) else KEPT[:1]:
+        found = _tried(trial, kept)
+        if found is not None:
+            return Behaviour(kept, found)
+    return None
+
+
+def at(arg: Any, part: int, whole: int, kept: Kept, *, listed: bool = False) -> Any:
+    """An argument for a part of so many examples."""
+    match arg:
+        case Grows():
+            return arg.at(whole if kept == "all" or (kept == "numbers" and not listed) else part)
+        case Counted():
+            return arg.number
+        case tuple():
+            return tuple(at(item, part, whole, kept, listed=True) for item in arg)
+        case _:
+            return arg
+
+
+def _has_sizes(arg: Any) -> bool:
+    if isinstance(arg, tuple):
+        return any(_has_sizes(item) for item in arg)
+    return isinstance(arg, Grows)
+
+
+def _tried(trial: Trial, kept: Kept) -> tuple[Found | None, ...] | None:
+    """What came of two contents; None where anything is coupled, fails, or differs between them."""
+    whole = sum(PARTS)
+    elements = sum(prod(_size(n, whole) for n in source.shape) for source in trial.sources)
+    parts, precise = ((1, 1), False) if elements > LARGE else (PARTS, True)
+    answers = []
+    for words in WORDS:
+        found = None
+        for odd in (True, False):
+            for dtype in (torch.float64, torch.float32) if precise else (torch.float32,):
+                try:
+                    found = _compare(trial, kept, parts, dtype, words, odd)
+                except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+                    continue
+                break
+            else:
+                continue
+            break
+        if found is None:
+            return None
+        answers.append(found)
+    return answers[0] if answers[0] == answers[1] else None
+
+
+def _compare(
+    trial: Trial, kept: Kept, parts: tuple[int, ...], dtype: torch.dtype, words: str, odd: bool
+) -> tuple[Found | None, ...] | None:
+    torch_state = torch.get_rng_state()
+    try:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return _compared(trial, kept, parts, _Contents(dtype, words, _oddities(trial.args) if odd else ()))
+    finally:
+        torch.set_rng_state(torch_state)
+
+
+def _compared(trial: Trial, kept: Kept, parts: tuple[int, ...], contents: _Contents) -> tuple[Found | None, ...] | None:
+    whole = sum(parts)
+    tensors = [contents.whole(source, parts) for source in trial.sources]
+    expected = _run(trial, kept, whole, whole, [pieces[0] for pieces in tensors], contents)
+    made = [
+        _run(trial, kept, part, whole, [pieces[1 + number] for pieces in tensors], contents)
+        for number, part in enumerate(parts)
+    ]
+    found: list[Found | None] = []
+    for place, dim in enumerate((*trial.dims, *(trial.sources[one].dim for one in trial.updated))):
+        if dim is None or not isinstance(expected[place], Tensor):
+            found.append(None)
+            continue
+        seen = _seen(trial, expected[place], [one[place] for one in made], parts, dim)
+        if seen is None:
+            return None
+        found.append(seen)
+    return tuple(found)
+
+
+def _seen(trial: Trial, expected: Tensor, made: list[Tensor], parts: tuple[int, ...], dim: int) -> Found | None:
+    """What the results of the parts are to that of the whole."""
+    whole = sum(parts)
+    if trial.target in SAME_ANYWAY and dim < 0:
+        return "same"
+    if trial.target in SAME_ANYWAY or expected.dtype == torch.uint8:
+        return "axis"  # no contents, or such as mean something to another call only
+    if dim >= 0:
+        joined = torch.cat(made, dim)
+        return "axis" if _close(expected, joined) else None
+    if any(one.shape != expected.shape for one in made) or not expected.count_nonzero():
+        return None
+    if _close(expected, sum(made[1:], made[0])):
+        return "sum"
+    if expected.is_floating_point() and _close(
+        expected, sum(one * (n / whole) for one, n in zip(made, parts, strict=True))
+    ):  # type: ignore[arg-type]
+        return "mean"
+    return None
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=0, atol=CLOSE.get(one.dtype, 2e-2) * max(scale, 1e-30), equal_nan=True)
+
+
+class _Contents:
+    """Random tensors for the whole and its parts."""
+
+    def __init__(self, dtype: torch.dtype, words: str, oddities: tuple[int, ...]) -> None:
+        self.dtype, self.words, self.oddities = dtype, words, oddities
+
+    def whole(self, source: Source, parts: tuple[int, ...]) -> list[Any]:
+        """The tensor of the whole, and those of the parts."""
+        if source.role == "scalar":
+            return [0.5] * (1 + len(parts))
+        if source.maker is not None:
+            return self.made(source, parts)
+        if source.role == "partial":
+            terms = [self.filled(source, 1) for _ in parts]
+            return [sum(terms[1:], terms[0]), *terms]
+        full = self.filled(source, sum(parts))
+        if source.role == "same":
+            return [full] * (1 + len(parts))
+        found, start = [full], 0
+        for part in parts:
+            piece = torch.empty_strided(_sizes(source.shape, part), _sizes(source.stride, part), dtype=full.dtype)
+            size = piece.shape[source.dim]
+            found.append(piece.copy_(full.narrow(source.dim, start, size)))
+            start += size
+        return found
+
+    def made(self, source: Source, parts: tuple[int, ...]) -> list[Any]:
+        """What the call that makes this tensor gives for the whole and for the parts."""
+        assert source.maker is not None
+        whole, trial = sum(parts), source.maker
+        tensors = [self.whole(one, parts) for one in trial.sources]
+        sizes = (whole, *parts)
+        return [
+            _run(trial, "none", size, whole, [pieces[number] for pieces in tensors], self)[source.output]
+            for number, size in enumerate(sizes)
+        ]
+
+    def filled(self, source: Source, examples: int) -> Tensor:
+        kind = getattr(torch, source.dtype)
+        kind = self.dtype if kind == torch.float32 else kind
+        tensor = torch.empty_strided(_sizes(source.shape, examples), _sizes(source.stride, examples), dtype=kind)
+        if kind == torch.bool:
+            return tensor.bernoulli_()
+        if not kind.is_floating_point:
+            tensor.random_(0, 2)
+            for number in self.oddities:
+                tensor[torch.rand(tensor.shape) < 0.3] = number
+            return tensor
+        return tensor.normal_() if self.words == "normal" else tensor.uniform_(0.1, 1.0)
+
+
+def _oddities(args: Any) -> tuple[int, ...]:
+    """Whole numbers below zero among the arguments, which may mean something as contents: labels to leave out."""
+    return tuple(dict.fromkeys(arg for arg in args if type(arg) is int and arg < -1))
+
+
+def _run(trial: Trial, kept: Kept, part: int, whole: int, tensors: list[Any], contents: _Contents) -> list[Any]:
+    """Call it for so many examples; the tensors stay as they are."""
+    own = [one.clone() if place in trial.updated else one for place, one in enumerate(tensors)]
+    args = [_argument(at(arg, part, whole, kept), own, part, contents.dtype) for arg in trial.args]
+    kwargs = {key: _argument(at(arg, part, whole, kept), own, part, contents.dtype) for key, arg in trial.kwargs}
+    returned = overload(trial.target)(*args, **kwargs)
+    results = [returned] if returns_one(trial.target) else list(returned)
+    return [*results[: len(trial.dims)], *(own[place] for place in trial.updated)]
+
+
+def _argument(arg: Any, tensors: list[Any], part: int, dtype: torch.dtype) -> Any:
+    match arg:
+        case Operand(place, chain):
+            seen = tensors[place]
+            for link in chain:
+                given = [_argument(at(item, part, part, "none"), tensors, part, dtype) for item in link.args]
+                seen = bare_kernel(overload(link.target))(seen, *given)
+                seen = seen if link.item is None else seen[link.item]
+            return seen
+        case Constant("dtype", "float32"):
+            return dtype
+        case Constant(family, name):
+            return constant(family, name)
+        case tuple():
+            return [_argument(item, tensors, part, dtype) for item in arg]
+        case _:
+            return arg
+
+
+def _size(size: Size, examples: int) -> int:
+    return size.at(examples) if isinstance(size, Grows) else size
+
+
+def _sizes(sizes: tuple[Size, ...], examples: int) -> tuple[int, ...]:
+    return tuple(_size(size, examples) for size in sizes)
+
+
+def operands(arg: Any) -> Iterator[Operand]:
+    """The tensors among arguments."""
+    if isinstance(arg, Operand):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from operands(item)
+
+
+Arguments = tuple[Arg, ...]
