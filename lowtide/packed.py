@@ -37,6 +37,8 @@ class Content:
         self.parts: dict[str, Tensor] = {}
         count = math.prod(self.size) if layout.count is None else layout.count
         self.parts[VALUES] = torch.zeros(count, dtype=getattr(torch, layout.dtype))
+        if not self.dtype.is_floating_point:
+            self.parts[VALUES] = self.parts[VALUES].view(self.size)
         if layout.scaled:
             self.parts[SCALES] = torch.zeros(-(-count // BLOCK))
         if layout.count is not None:
@@ -67,21 +69,25 @@ class Content:
         parts, size, stride = self.parts, list(self.size), list(self.stride)
         if self.layout.channel is not None:
             channel = self.layout.channel
-            return forms.from_bytes(parts[VALUES], parts[STEPS], parts[ZEROS], size, stride, channel)
+            return forms.from_bytes(parts[VALUES], parts[STEPS], parts[ZEROS], size, stride, 0, channel)
         if not self.dtype.is_floating_point:
-            return parts[VALUES].to(self.dtype).view(size)
+            return parts[VALUES].to(self.dtype)
         return forms.unpack(parts[VALUES], parts.get(SCALES), parts.get(MASK), size, stride)
 
-    def write(self, dense: Tensor) -> int:
-        """Make the parts of these numbers, each to the nearest; how many a mask had no room for: they are zero now."""
+    def write(self, dense: Tensor, *, by_chance: bool = False) -> int:
+        """Make the parts of these numbers, each to the nearest, or by chance where there is a counter.
+
+        Returns how many a mask had no room for: they are zero now.
+        """
         parts, dropped = self.parts, 0
         if self.layout.channel is not None:
             parts[VALUES].copy_(to_bytes(dense, parts[STEPS], parts[ZEROS], self.layout.channel))
         elif not self.dtype.is_floating_point:
-            parts[VALUES].copy_(_whole_numbers(dense, parts[VALUES].dtype).view(-1))
+            parts[VALUES].copy_(_whole_numbers(dense, parts[VALUES].dtype))
         else:
             dropped = self._find_room(dense) if MASK in parts and not self.follows else 0
-            forms.pack(parts[VALUES], parts.get(SCALES), parts.get(MASK), None, dense, self.order)
+            counter = parts.get(COUNTER) if by_chance else None
+            forms.pack(parts[VALUES], parts.get(SCALES), parts.get(MASK), counter, dense, self.order)
         return dropped
 
     def _find_room(self, dense: Tensor) -> int:
@@ -191,8 +197,9 @@ class Packed(Tensor):
             return type(item)(map(plain, item)) if isinstance(item, (list, tuple)) else item
 
         result = func(*map(plain, args), **{key: plain(item) for key, item in kwargs.items()})
+        by_chance = not func.__name__.startswith(("copy_", "fill_", "zero_"))  # small steps must not vanish
         for item in written:
-            if dropped := item.content.write(bases[id(item.content)]):
+            if dropped := item.content.write(bases[id(item.content)], by_chance=by_chance):
                 warnings.warn(_dropped(item.content, dropped), LowtideWarning, stacklevel=3)
         return written[0] if written and isinstance(result, Tensor) else result
 
@@ -310,3 +317,8 @@ def kind(tensor: Tensor) -> type:
     if isinstance(tensor, Packed):
         return torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else Tensor
     return type(tensor)
+
+
+def plain(tensor: Any) -> Any:
+    """A tensor in parts as a plain one; everything else as it is."""
+    return tensor.plain if isinstance(tensor, Packed) else tensor

@@ -19,6 +19,7 @@ from lowtide.execute.stale import StaleError
 from lowtide.execute.tensors import Slots, States
 from lowtide.execute.wholes import Wholes
 from lowtide.forms import is_part
+from lowtide.packed import plain
 from lowtide.guards import APPLY, MISSING, Change, Comparison, Entry, Place
 from lowtide.watch import Watcher, same
 from lowtide.watch.quick import Quick
@@ -128,7 +129,7 @@ class Binding:
             self.wholes.put_batch(found, path, leaves[self.leaf_paths.index(path)])
         for number, kind, place, key in self.moving:
             if kind == "batch":
-                found[number] = leaves[place]
+                found[number] = plain(leaves[place])
             elif kind == "buffer":
                 found[number] = place.holder[place.key]
             elif kind == "gradient":

@@ -61,7 +61,9 @@ _LIBRARY.define(
     "update(Tensor(a!)[] values, Tensor(b!)[] others, int[] kinds, Tensor? mask, Tensor[] seen, int[] size, "
     "int[] order, float[] numbers, int[] code) -> ()"
 )
-_LIBRARY.define("from_bytes(Tensor values, Tensor steps, Tensor zeros, int[] size, int[] stride, int channel) -> Tensor")
+_LIBRARY.define(
+    "from_bytes(Tensor values, Tensor steps, Tensor zeros, int[] size, int[] stride, int first, int channel) -> Tensor"
+)
 
 
 @cache
@@ -128,21 +130,24 @@ def update(
     _run(stored, mask, seen, size, order, numbers, code)
 
 
-def from_bytes(values: Tensor, steps: Tensor, zeros: Tensor, size: list[int], stride: list[int], channel: int) -> Tensor:
-    """Bytes as floats: each channel has its own step and its own zero; channel -1: there is one for all."""
+def from_bytes(
+    values: Tensor, steps: Tensor, zeros: Tensor, size: list[int], stride: list[int], first: int, channel: int
+) -> Tensor:
+    """Bytes from the first one on as floats; each channel has its own step and zero; channel -1: there is one for all."""
     made = torch.empty_strided(size, stride, dtype=torch.float32)
-    channels = size[channel] if channel >= 0 else 1
-    _demand(values.dtype == torch.uint8 and values.is_contiguous() and values.numel() == made.numel(), "no such bytes")
-    _demand(made.is_contiguous() and channel < len(size), "the result is not contiguous")
+    channels = size[channel] if 0 <= channel < len(size) else 1
+    _demand(values.dtype == torch.uint8 and values.is_contiguous() and values.device.type == "cpu", "no such bytes")
+    _demand(made.is_contiguous() and 0 <= first <= values.numel() - made.numel(), "there are too few bytes")
     for part in (steps, zeros):
         _demand(part.dtype == torch.float32 and part.is_contiguous() and part.numel() == channels, "no such channels")
     inner = math.prod(size[channel + 1 :]) if channel >= 0 else made.numel()
     outer = made.numel() // (channels * inner) if made.numel() else 0
+    seen = values.view(-1)[first : first + made.numel()]
     if (compiled := library()) is None:
-        seen = values.view(outer, channels, inner).float()
-        made.view(outer, channels, inner).copy_(seen.mul_(steps.view(1, -1, 1)).add_(zeros.view(1, -1, 1)))
+        floats = seen.view(outer, channels, inner).float()
+        made.view(outer, channels, inner).copy_(floats.mul_(steps.view(1, -1, 1)).add_(zeros.view(1, -1, 1)))
     elif made.numel():
-        tensors = [tensor.data_ptr() for tensor in (values, steps, zeros)]
+        tensors = [tensor.data_ptr() for tensor in (seen, steps, zeros)]
         threads = torch.get_num_threads()
         compiled.lowtide_forms_from_bytes(*tensors, outer, channels, inner, made.data_ptr(), threads)
     return made

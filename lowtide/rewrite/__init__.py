@@ -14,6 +14,7 @@ from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
 from lowtide.rewrite.chunks import counts, cut, longest
+from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
@@ -66,6 +67,7 @@ class Pass:
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("input8", "lossy", input8),
     Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
     Pass("weights16", "lossy", weights16),
     Pass("state8", "lossy", state8),
