@@ -2,13 +2,15 @@
 
 Codes are the square root of an element's part of the largest in its block, with a sign, or the fourth root where the
 update takes roots of the state and divides by them, as of second moments: there what is not zero never becomes zero.
-What differs: an element is off by less than the distance of two codes, and by nothing on average.
+A state that takes up the parts of a batch one by one, as a momentum can, has 16 bits (bfloat16) and no scale: it is
+rounded once for each part. What differs: an element is off by less than the distance of two codes, and by nothing on average.
 """
 
 from __future__ import annotations
 
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
+from lowtide.rewrite.accumulate import sums
 from lowtide.rewrite.forms import Layout, candidates, in_parts, with_values
 from lowtide.rewrites import Setting
 
@@ -26,7 +28,9 @@ def state8(graph: Graph, setting: Setting) -> Graph:
 
 
 def _dtype(graph: Graph, value: int) -> str:
-    """How a state is stored: whether the update takes its root says it."""
+    """How a state is stored: whether terms of a gradient are added to it, and whether the update takes its root."""
+    if graph.values[value].storage in {graph.values[one.state].storage for one in sums(graph)}:
+        return "bfloat16"
     storage, seen, left = graph.values[value].storage, set[int](), [value]
     while left:
         content = left.pop()

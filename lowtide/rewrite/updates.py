@@ -16,6 +16,7 @@ from lowtide.graph import Arg, Graph, Op, Read, Value
 from lowtide.kernels.forms import REGISTERS
 from lowtide.kernels.forms_plain import INSTRUCTIONS
 from lowtide.kernels.shapes import Shapes
+from lowtide.rewrite.accumulate import accumulated
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.forms import order_of
 
@@ -28,7 +29,8 @@ class _Unknown(Exception):
 
 def fused(graph: Graph) -> Graph:
     """The graph whose updates of tensors in parts are one op each, as far as they can be."""
-    if not any(op.target == PACK for op in graph.ops):
+    graph = accumulated(graph)
+    if not any(op.target == UNPACK for op in graph.ops):
         return graph
     editor, shapes = Editor(graph), Shapes(graph.values, graph.views)
     for members in _components(graph, shapes):
@@ -53,15 +55,24 @@ def _components(graph: Graph, shapes: Shapes) -> list[list[int]]:
         return op
 
     members = [index for index in graph.ordinary if graph.ops[index].target == PACK or _known(graph, shapes, index)]
+    known = set(members)
     for index in members:
         op = graph.ops[index]
         tensors = [op.args[4].value] if op.target == PACK and isinstance(op.args[4], Read) else _tensors(graph, op)
         for value in tensors:
-            leader[lead(index)] = lead(group.setdefault(value, index))
+            if graph.maker[value] in known:
+                leader[lead(index)] = lead(group.setdefault(value, index))
     found: defaultdict[int, list[int]] = defaultdict(list)
     for index in members:
         found[lead(index)].append(index)
-    return [some for some in found.values() if any(graph.ops[index].target == PACK for index in some)]
+    return [some for some in found.values() if any(_has_parts(graph, index) for index in some)]
+
+
+def _has_parts(graph: Graph, index: int) -> bool:
+    """Whether an op packs, or reads what was unpacked."""
+    makers = [graph.maker[value] for value in graph.reads[index]]
+    unpacked = any(maker >= 0 and graph.ops[maker].target == UNPACK for maker in makers)
+    return unpacked or graph.ops[index].target == PACK
 
 
 def _tensors(graph: Graph, op: Op) -> list[int]:
@@ -113,10 +124,18 @@ class _Region:
         self.register: dict[int | Read, int] = {}  # value, or read from outside -> where it is now
         self.free = list(range(REGISTERS))[::-1]
         self.last: dict[int, int] = {}
+        self.place = 0  # of the op whose lines are written
+        self.masks: set[Arg] = {pack.args[2] for pack in self.packs}
+        self.in_parts: set[int] = set()  # values of operands that are there in parts
         self.whole = self._whole()
 
     def _whole(self) -> Value:
         """What all tensors of the region are like."""
+        for index in self.members:
+            for value in self.graph.reads[index]:
+                maker = self.graph.maker[value]
+                if maker >= 0 and self.graph.ops[maker].target == UNPACK:
+                    return self.graph.values[value]
         dense = self.packs[0].args[4]
         assert isinstance(dense, Read)
         return self.graph.values[dense.value]
@@ -129,24 +148,24 @@ class _Region:
                 self.last[value] = place
         for value in finals:
             self.last[value] = len(self.ops)
-        for place, index in enumerate(self.ops):
+        for self.place, index in enumerate(self.ops):
             _LINES[self.graph.ops[index].target](self, self.graph.ops[index])
-            self._let_go(place)
+            self._let_go(self.place)
         for value, operand in finals.items():
             number = self._operand(operand)
             self._line("store", number, self._at(Read(value)))
-        masks = {pack.args[2] for pack in self.packs}
-        if len(masks) > 1 or (masks != {None} and any(not self._has_parts(item) for item in self.stored)):
+        (mask,) = self.masks if len(self.masks) == 1 else (False,)
+        if mask is False or (mask is not None and any(item.values not in self.in_parts for item in self.stored)):
             raise _Unknown
         first = self.graph.ops[self.members[-1]]
         op = Op(
-            name=f"update_{self.packs[0].name.removeprefix('pack_')}",
+            name=f"update_{(self.packs or [first])[0].name.removeprefix('pack_')}",
             target=UPDATE,
             args=(
                 tuple(Read(item.values) for item in self.stored),
                 tuple(Read(part) for item in self.stored for part in item.others),
                 tuple(item.kind for item in self.stored),
-                masks.pop(),
+                mask,
                 tuple(self.seen),
                 self.whole.shape,
                 order_of(self.whole),
@@ -160,9 +179,6 @@ class _Region:
         )
         return _Fused(op, self.members)
 
-    def _has_parts(self, operand: _Operand) -> bool:
-        return any(pack.args[0] == Read(operand.values) for pack in self.packs)
-
     def _finals(self) -> dict[int, _Operand]:
         """What must be stored in the end; raise where something else is seen outside."""
         graph, found = self.graph, dict[int, _Operand]()
@@ -173,8 +189,7 @@ class _Region:
             op = graph.ops[index]
             for value in op.makes:
                 outside = [reader for reader in graph.readers[value] if reader not in self.inside]
-                later = [new for reader in graph.readers[value] for new, old in graph.ops[reader].updates if old == value]
-                if graph.values[value].storage in graph.lasting_storages and not later:
+                if graph.values[value].storage in graph.lasting_storages and not self._is_written(value):
                     if outside and min(outside) < self.members[-1]:
                         raise _Unknown
                     found[value] = self._plain(value)
@@ -188,21 +203,22 @@ class _Region:
     def _may_write(self, value: int) -> bool:
         """Whether a value that comes from outside may be written to: it is loaded, and stored in the end."""
         maker = self.graph.maker[value]
-        if maker < 0:
-            return True
-        return self.graph.ops[maker].target == UNPACK
+        lasting = self.graph.values[value].storage in self.graph.lasting_storages
+        return lasting or (maker >= 0 and self.graph.ops[maker].target == UNPACK)
 
     def _parts(self, args: tuple[Arg, ...], updates: Iterable[tuple[int, int]]) -> _Operand:
         values, scales, _, counter, *_ = args
         assert isinstance(values, Read)
+        self.in_parts.add(values.value)
         others = [part.value for part in (scales, counter) if isinstance(part, Read)]
         kind = (scales is not None) + 2 * (counter is not None)
         return _Operand(values.value, others, kind, list(updates))
 
     def _plain(self, final: int) -> _Operand:
-        """A float tensor of the caller's that is written to, from its first content on."""
+        """A float tensor of the caller's that is written to, from the content on that it has before."""
         storage = self.graph.values[final].storage
-        first = next(item.value for item in self.graph.inputs if self.graph.values[item.value].storage == storage)
+        written = (old for index in self.ops for _, old in self.graph.ops[index].updates)
+        first = next(old for old in written if self.graph.values[old].storage == storage)
         value = self.graph.values[first]
         contiguous = order_of(value) == tuple(range(len(value.shape))) == order_of(self.whole)
         if not contiguous or value.form != "plain":
@@ -253,7 +269,8 @@ class _Region:
         if key not in self.register:
             self.register[key] = self.take()
             maker = self.graph.maker[value]
-            lasting = maker < 0 and read.view is None and self._is_written(value)
+            ours = self.graph.values[value].storage in self.graph.lasting_storages
+            lasting = ours and read.view is None and self._is_written(value)
             if maker >= 0 and self.graph.ops[maker].target == UNPACK and read.view is None:
                 self._line("load", self.register[key], self._operand(self._of_unpack(self.graph.ops[maker])))
             elif lasting:
@@ -272,7 +289,8 @@ class _Region:
         for pack in self.packs:
             if pack.args[:3] == op.args[:3]:
                 return self._parts(pack.args, pack.updates)
-        raise _Unknown
+        self.masks.add(op.args[2])
+        return self._parts((*op.args[:3], None), ())
 
     def _let_go(self, place: int) -> None:
         """Give back the registers of what is not read any more."""
@@ -287,7 +305,7 @@ class _Region:
         if op.updates:
             old = op.updates[0][1]
             at = self._at(Read(old))
-            if self.last.get(old, -1) > self.ops.index(self.graph.ops.index(op)):
+            if self.last.get(old, -1) > self.place:
                 raise _Unknown  # somebody still needs the old one
             self.register.pop(old)
             self.register[made] = at
