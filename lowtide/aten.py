@@ -74,6 +74,8 @@ LABELLED: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"aten.nll_loss_forward.default": (1, 2, 3, 4), "aten.nll_loss2d_forward.default": (1, 2, 3, 4)}
 )
 MEAN, SUM = 1, 2  # reductions
+# Backwards that make each of their results by a kernel of its own, and the place of the argument that asks for each.
+SEPARABLE: Mapping[str, int] = MappingProxyType({"aten.convolution_backward.default": 10})
 RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "aten.threshold_backward.default"
 # Calls whose second result counts the elements of a plane of their argument: the dimensions of that plane.
 INDICES: Mapping[str, int] = MappingProxyType(
@@ -94,6 +96,11 @@ ELEMENTWISE = frozenset(
     aten.threshold_backward.default aten.gelu_backward.default aten.silu_backward.default aten.tanh_backward.default
     aten.sigmoid_backward.default
     """.split()  # noqa: SIM905 - a list of one name a line says no more
+)
+
+# Calls that treat so many examples of a batch together: the place of that number among their arguments.
+GROUPED: Mapping[str, int] = MappingProxyType(
+    {"lowtide.grouped_norm.default": 5, "lowtide.grouped_norm_backward.default": 5}
 )
 
 # ---- views

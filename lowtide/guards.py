@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 APPLY: Mapping[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos")
-}  # what programs do with numbers
+} | {"max": max, "min": min}  # what programs do with numbers
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing", "__slots__": ()})()
 
 

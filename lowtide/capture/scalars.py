@@ -3,17 +3,25 @@
 The tensor library carries such numbers as `torch.SymFloat` around a node; the nodes here write arithmetic down, of
 integers too, which torch would ask for their values.
 Numbers that the caller has (hyperparameters, attributes, draws) have a value now: comparisons are
-answered from it, and the answer is remembered. Decisions that depend on the data are refused.
+answered from it, and the answer is remembered. Decisions that depend on the data are refused, but for the larger or
+smaller of two numbers, which is a number like any other.
 """
 
 from __future__ import annotations
 
+import builtins
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NoReturn
+
+import torch
 
 from lowtide.errors import CaptureError
 from lowtide.guards import APPLY, Comparison, Expression
+from lowtide.private import symbolic
 
 # Method of a node -> the operator that the program runs.
 BINARY = {
@@ -130,6 +138,42 @@ class _AnswerNode:
 
     def expect_true(self, file: str, line: int) -> bool:
         return True  # torch's own sanity checks, such as a base of a power that is not negative
+
+
+@contextmanager
+def extremes() -> Iterator[None]:
+    """A context in which max and min of numbers that depend on the data are written down rather than decided."""
+    kept = {name: getattr(builtins, name) for name in ("max", "min")}
+    thread = threading.get_ident()  # others go on beside it
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > 1 and not kwargs and threading.get_ident() == thread and _depend_on_data(args):
+                return reduce(lambda one, other: _extreme(name, one, other), args)
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, function in kept.items():
+            setattr(builtins, name, noted(name, function))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(builtins, name, function)
+
+
+def _depend_on_data(args: tuple[Any, ...]) -> bool:
+    """Whether all of these are numbers, and one is known only when the step runs."""
+    numbers = [arg.node if isinstance(arg, torch.SymFloat) else arg for arg in args]
+    later = any(isinstance(number, ScalarNode) and number.hint is None for number in numbers)
+    return later and all(isinstance(number, ScalarNode) or type(number) in (int, float) for number in numbers)
+
+
+def _extreme(name: str, one: Any, other: Any) -> Any:
+    node = next(number.node for number in (one, other) if isinstance(number, torch.SymFloat))
+    pair = tuple(item.node if isinstance(item, torch.SymFloat) else node.wrap_float(item) for item in (one, other))
+    return symbolic(node.record(f"operator.{name}", pair))
 
 
 def result_of(target: str, operands: tuple[ScalarNode, ...]) -> tuple[bool, Any, Expression | None]:

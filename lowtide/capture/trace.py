@@ -21,6 +21,7 @@ from lowtide.capture.follow import Follower
 from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
+from lowtide.capture.scalars import extremes
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import ATOMS, World
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
@@ -190,6 +191,7 @@ class Trace:
             followed.enter_context(self.dice.followed())
             followed.enter_context(self.fake_mode)
             followed.enter_context(self.recorder)
+            followed.enter_context(extremes())
             followed.enter_context(self.deeds.followed())
             followed.enter_context(self.follower.followed())
             results = self.step(self.model, self.optimizer, *batch)

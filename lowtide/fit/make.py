@@ -25,7 +25,9 @@ from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import FORMS, exactness
+from lowtide.verify.gradient import with_errors
 
+TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
@@ -82,10 +84,21 @@ class Maker:
                 leave=leave,
                 away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
             )
-        found = chosen.plan
+        found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         return self._bind(replace(captured, graph=chosen.graph), found, chosen.costs, chosen.eager_peak, chosen.chunks)
+
+    def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
+        """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
+        found = chosen.plan
+        if exactness(found.rewrites) != "lossy" or any(one.error is not None for one in found.rewrites):
+            return found
+        needed = TWICE * chosen.eager_peak
+        if devices.of(captured.graph.device).free_bytes() < needed:
+            self._request.say(f"errors are not measured: that takes {report.show_bytes(needed)} for a moment")
+            return found
+        return replace(found, rewrites=with_errors(captured, Batch.of(batch), found.rewrites))
 
     def anew(self, fit: Fit, aim: int, costs: Costs) -> Fit:
         """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-OPERATORS = frozenset({"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos", "abs"})
+OPERATORS = frozenset({"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "neg", "pos", "abs", "max", "min"})
 NAMESPACES = frozenset({"aten", "prims", "lowtide"})  # of files; a graph in this process may call ops of its user too
 NOT_OPS = frozenset({"prim", "profiler", "higher_order", "inductor", "fsdp", "debugprims"})
 FORBIDDEN = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -12,12 +13,14 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import forms
+from lowtide.kernels import blocks, forms, grouped
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
 TAKEN = frozenset({"Tensor", "int", "bool", "float", "complex", "number", "str", "Device", "Generator"})
+
+EXTREMES = ("max", "min")  # scalar ops that are functions of Python itself
 
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
 # writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
@@ -26,6 +29,8 @@ HANDOVER = "lowtide.handover.default"
 CHANNELS: Mapping[str, tuple[str, ...]] = {HANDOVER: ("handover",)}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
+blocks.define(_LIBRARY)
+grouped.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -62,7 +67,7 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
     if namespace == "operator":
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
-        return getattr(operator, name)
+        return getattr(builtins if name in EXTREMES else operator, name)
     return own(target) or forms.called(target) or bare_kernel(overload(target))
 
 
@@ -96,6 +101,23 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
         if len(outs) == 1 and [(a.name, str(a.type)) for a in schema(variant).arguments if not a.is_out] == arguments:
             return variant, outs[0].name
     return None
+
+
+@cache
+def functional(target: str) -> str | None:
+    """The call that leaves its arguments alone and returns what this one writes over the first; None: there is none."""
+    if target.startswith("operator."):
+        return target
+    found = overload(target)
+    if not schema(found).is_mutable:
+        return target
+    namespace, name, variant = target.split(".")
+    plain = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    plain = getattr(plain, variant, None)
+    if plain is None or not name.endswith("_") or schema(plain).is_mutable:
+        return None
+    same = [[(a.name, str(a.type)) for a in schema(one).arguments] for one in (found, plain)]
+    return f"{namespace}.{name.removesuffix('_')}.{variant}" if same[0] == same[1] and returns_one(target) else None
 
 
 def is_product(target: str) -> bool:

@@ -8,7 +8,9 @@
 #include <cstring>
 #include <limits>
 
-#include "processors.hpp"
+#include "threads.hpp"
+
+#define INLINE inline __attribute__((always_inline))
 
 namespace {
 

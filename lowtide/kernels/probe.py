@@ -15,18 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide.aten import SAME_ANYWAY
+from lowtide.aten import GROUPED, SAME_ANYWAY
 from lowtide.graph import Arg, Constant
 from lowtide.kernels import constant, overload, returns_one
 from lowtide.private import bare_kernel
 
 PARTS = (2, 3)  # examples of the two parts
-LARGE = 2**25  # elements of all tensors of a trial, from which it has one example in each part, in single precision
+LARGE = 2**20  # elements of all tensors of a trial, from which it has one example in each part, in single precision
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # differences from rounding, of the largest number
 WORDS = ("normal", "positive")  # two kinds of contents; either alone would let some calls look alike
 
 Role = Literal["axis", "partial", "same", "scalar"]  # sliced for a part; a term of the whole; the same for all
-Found = Literal["axis", "sum", "mean", "same"]
 Kept = Literal["none", "numbers", "all"]  # which numbers among the arguments are those of the whole in each part
 KEPT: tuple[Kept, ...] = ("none", "numbers", "all")
 
@@ -78,6 +77,7 @@ class Source:
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
     dim: int = -1  # the axis; -1: it has none
+    outer: int = 1  # in how many blocks along it the examples repeat
     maker: Trial | None = None  # of contents that nobody can make up
     output: int = 0  # of the maker
 
@@ -91,7 +91,16 @@ class Trial:
     kwargs: tuple[tuple[str, Any], ...]
     sources: tuple[Source, ...]
     dims: tuple[int | None, ...]  # of each result the axis; -1: it has none; None: no tensor
-    updated: tuple[int, ...] = ()  # sources that the call writes over: results, after the others
+    updated: tuple[tuple[int, int], ...] = ()  # sources that the call writes over, results too, and their axes then
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the results of parts are to that of the whole: its slices, its terms, or the same."""
+
+    role: Role
+    share: bool = False  # each in proportion to its examples: a mean, or what is divided by a count inside
+    outer: int = 1  # of slices: in how many blocks along the axis the examples repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +108,14 @@ class Behaviour:
     """What a call does along the axis."""
 
     kept: Kept
-    results: tuple[Found | None, ...]
+    results: tuple[Seen | None, ...]
 
 
 @cache
 def behaviour(trial: Trial) -> Behaviour | None:
     """What a call does along the axis; None: its parts do not make what the whole makes."""
+    if all(source.role in ("same", "scalar") for source in trial.sources) and not _grows((trial.args, trial.kwargs)):
+        return Behaviour("none", tuple(None if dim is None else Seen("same") for dim in (*trial.dims, *trial.updated)))
     for kept in KEPT if _has_sizes(trial.args) or _has_sizes(trial.kwargs) else KEPT[:1]:
         found = _tried(trial, kept)
         if found is not None:
@@ -125,17 +136,30 @@ def at(arg: Any, part: int, whole: int, kept: Kept, *, listed: bool = False) -> 
             return arg
 
 
+def _grows(arg: Any) -> bool:
+    """Whether an argument, or how it is seen, depends on the number of examples."""
+    match arg:
+        case tuple():
+            return any(_grows(item) for item in arg)
+        case Operand():
+            return any(_grows(link.args) for link in arg.chain)
+        case _:
+            return isinstance(arg, Grows | Counted)
+
+
 def _has_sizes(arg: Any) -> bool:
     if isinstance(arg, tuple):
         return any(_has_sizes(item) for item in arg)
     return isinstance(arg, Grows)
 
 
-def _tried(trial: Trial, kept: Kept) -> tuple[Found | None, ...] | None:
+def _tried(trial: Trial, kept: Kept) -> tuple[Seen | None, ...] | None:
     """What came of two contents; None where anything is coupled, fails, or differs between them."""
     whole = sum(PARTS)
     elements = sum(prod(_size(n, whole) for n in source.shape) for source in trial.sources)
     parts, precise = ((1, 1), False) if elements > LARGE else (PARTS, True)
+    if (together := GROUPED.get(trial.target)) is not None:
+        parts = tuple(part * trial.args[together] for part in parts)
     answers = []
     for words in WORDS:
         found = None
@@ -157,17 +181,16 @@ def _tried(trial: Trial, kept: Kept) -> tuple[Found | None, ...] | None:
 
 def _compare(
     trial: Trial, kept: Kept, parts: tuple[int, ...], dtype: torch.dtype, words: str, odd: bool
-) -> tuple[Found | None, ...] | None:
-    torch_state = torch.get_rng_state()
+) -> tuple[Seen | None, ...] | None:
+    state = torch.get_rng_state()
     try:
-        torch.manual_seed(1)
-        with torch.no_grad():
-            return _compared(trial, kept, parts, _Contents(dtype, words, _oddities(trial.args) if odd else ()))
+        torch.default_generator.manual_seed(1)
+        return _compared(trial, kept, parts, _Contents(dtype, words, _oddities(trial.args) if odd else ()))
     finally:
-        torch.set_rng_state(torch_state)
+        torch.set_rng_state(state)
 
 
-def _compared(trial: Trial, kept: Kept, parts: tuple[int, ...], contents: _Contents) -> tuple[Found | None, ...] | None:
+def _compared(trial: Trial, kept: Kept, parts: tuple[int, ...], contents: _Contents) -> tuple[Seen | None, ...] | None:
     whole = sum(parts)
     tensors = [contents.whole(source, parts) for source in trial.sources]
     expected = _run(trial, kept, whole, whole, [pieces[0] for pieces in tensors], contents)
@@ -175,8 +198,8 @@ def _compared(trial: Trial, kept: Kept, parts: tuple[int, ...], contents: _Conte
         _run(trial, kept, part, whole, [pieces[1 + number] for pieces in tensors], contents)
         for number, part in enumerate(parts)
     ]
-    found: list[Found | None] = []
-    for place, dim in enumerate((*trial.dims, *(trial.sources[one].dim for one in trial.updated))):
+    found: list[Seen | None] = []
+    for place, dim in enumerate((*trial.dims, *(dim for _, dim in trial.updated))):
         if dim is None or not isinstance(expected[place], Tensor):
             found.append(None)
             continue
@@ -187,25 +210,40 @@ def _compared(trial: Trial, kept: Kept, parts: tuple[int, ...], contents: _Conte
     return tuple(found)
 
 
-def _seen(trial: Trial, expected: Tensor, made: list[Tensor], parts: tuple[int, ...], dim: int) -> Found | None:
+def _seen(trial: Trial, expected: Tensor, made: list[Tensor], parts: tuple[int, ...], dim: int) -> Seen | None:
     """What the results of the parts are to that of the whole."""
     whole = sum(parts)
     if trial.target in SAME_ANYWAY and dim < 0:
-        return "same"
+        return Seen("same")
     if trial.target in SAME_ANYWAY or expected.dtype == torch.uint8:
-        return "axis"  # no contents, or such as mean something to another call only
+        return Seen("axis")  # no contents, or such as mean something to another call only
+    shares = [one * (n / whole) for one, n in zip(made, parts, strict=True)] if expected.is_floating_point() else []
     if dim >= 0:
-        joined = torch.cat(made, dim)
-        return "axis" if _close(expected, joined) else None
+        for outer in _outers(trial, expected.shape[dim] // whole):
+            if _close(expected, joined(made, dim, outer)):
+                return Seen("axis", outer=outer)
+            if shares and _close(expected, joined(shares, dim, outer)):
+                return Seen("axis", share=True, outer=outer)
+        return None
     if any(one.shape != expected.shape for one in made) or not expected.count_nonzero():
         return None
     if _close(expected, sum(made[1:], made[0])):
-        return "sum"
-    if expected.is_floating_point() and _close(
-        expected, sum(one * (n / whole) for one, n in zip(made, parts, strict=True))
-    ):  # type: ignore[arg-type]
-        return "mean"
-    return None
+        return Seen("partial")
+    return Seen("partial", share=True) if shares and _close(expected, sum(shares[1:], shares[0])) else None
+
+
+def _outers(trial: Trial, each: int) -> list[int]:
+    """In how many blocks the examples may repeat along an axis with so many places for each: sizes that are there."""
+    sizes = {size for source in trial.sources for size in source.shape if isinstance(size, int)}
+    sizes |= {source.outer for source in trial.sources}
+    return [1, *sorted(size for size in sizes if 1 < size <= each and not each % size)]
+
+
+def joined(parts: list[Tensor], dim: int, outer: int) -> Tensor:
+    """Parts along an axis in which the examples repeat in so many blocks, as one."""
+    if outer == 1:
+        return torch.cat(parts, dim)
+    return torch.cat([one.unflatten(dim, (outer, -1)) for one in parts], dim + 1).flatten(dim, dim + 1)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -238,8 +276,9 @@ class _Contents:
         found, start = [full], 0
         for part in parts:
             piece = torch.empty_strided(_sizes(source.shape, part), _sizes(source.stride, part), dtype=full.dtype)
-            size = piece.shape[source.dim]
-            found.append(piece.copy_(full.narrow(source.dim, start, size)))
+            size = piece.shape[source.dim] // source.outer
+            blocks = full.unflatten(source.dim, (source.outer, -1)).narrow(source.dim + 1, start, size)
+            found.append(piece.copy_(blocks.flatten(source.dim, source.dim + 1)))
             start += size
         return found
 
@@ -275,12 +314,13 @@ def _oddities(args: Any) -> tuple[int, ...]:
 
 def _run(trial: Trial, kept: Kept, part: int, whole: int, tensors: list[Any], contents: _Contents) -> list[Any]:
     """Call it for so many examples; the tensors stay as they are."""
-    own = [one.clone() if place in trial.updated else one for place, one in enumerate(tensors)]
+    written = {place for place, _ in trial.updated}
+    own = [one.clone() if place in written else one for place, one in enumerate(tensors)]
     args = [_argument(at(arg, part, whole, kept), own, part, contents.dtype) for arg in trial.args]
     kwargs = {key: _argument(at(arg, part, whole, kept), own, part, contents.dtype) for key, arg in trial.kwargs}
     returned = overload(trial.target)(*args, **kwargs)
     results = [returned] if returns_one(trial.target) else list(returned)
-    return [*results[: len(trial.dims)], *(own[place] for place in trial.updated)]
+    return [*results[: len(trial.dims)], *(own[place] for place, _ in trial.updated)]
 
 
 def _argument(arg: Any, tensors: list[Any], part: int, dtype: torch.dtype) -> Any:

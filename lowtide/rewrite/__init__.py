@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
+from lowtide.rewrite.chunked_loss import chunked_loss
+from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.merge import merged
+from lowtide.rewrite.microbatch import counts as counts_of_parts
+from lowtide.rewrite.microbatch import microbatch
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
 from lowtide.rewrite.sparse import DENSITY, sparse
+from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrite.state8 import state8
 from lowtide.rewrite.updates import fused
 from lowtide.rewrite.weights16 import weights16
@@ -51,6 +57,7 @@ class Pass:
     run: Callable[..., Graph]  # given the graph and the setting; returns the graph as it is where nothing is to do
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
+    alike: bool = False  # the step at other sizes goes through it, too
     instead_of: str = ""  # a milder pass that this one takes the place of
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
@@ -65,13 +72,20 @@ class Pass:
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
+    Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True),
+    Pass("chunked-loss", "rounding", chunked_loss, counts_of_parts, resizes=True),
+    Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("input8", "lossy", input8),
     Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
     Pass("weights16", "lossy", weights16),
     Pass("state8", "lossy", state8),
     Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already
+    Pass("activations16", "lossy", activations.packed16, activations.settings),
+    Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
+    Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
@@ -135,7 +149,16 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = N
         if graph.fault is not None:
             raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
         changes.append(_change(one.by(setting), before, graph))
+        if one.alike and resized is not None:
+            resized = _resized(one, setting, resized)
     return Rewritten(graph, tuple(changes))
+
+
+def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
+    """The step at other sizes after a pass."""
+    return replace(
+        resized, graph=one.run(resized.graph, setting), at=cache(lambda size: one.run(resized.at(size), setting))
+    )
 
 
 def with_narrow(graph: Graph) -> Graph:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Any
 
-from lowtide.aten import OPAQUE
+from lowtide.aten import GROUPED, OPAQUE
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Graph, Op, Read
 from lowtide.kernels.probe import (
@@ -47,10 +51,13 @@ class Axis:
     def __init__(self, graph: Graph, resized: Resized) -> None:
         self.graph, self.examples = graph, resized.examples
         self.other = resized.examples // 2 if resized.examples >= 4 else 2 * resized.examples
+        logging.disable(logging.ERROR)  # torch logs what can't be traced; here that is an answer
         try:
             known, twin = merged(resized.graph), merged(resized.at(self.other))
         except CaptureError as error:
-            raise Coupled(f"with {self.other} examples instead of {self.examples} there is no step: {error}") from error
+            raise Coupled(f"with {self.other} examples instead of {self.examples} there is no step: {error.message}") from error
+        finally:
+            logging.disable(logging.NOTSET)
         if [op.target for op in known.ops] != [op.target for op in twin.ops] or len(known.inputs) != len(twin.inputs):
             raise Coupled("the step calls other ops with other numbers of examples")
         self._twin = twin
@@ -60,6 +67,8 @@ class Axis:
             for one, other in zip(known.inputs, twin.inputs, strict=True)
         }
         self._templates: dict[int, Template] = {}
+        self._outers: dict[int, int] = {}
+        self.look()
 
     @cached_property
     def twins(self) -> dict[int, int]:
@@ -83,6 +92,30 @@ class Axis:
         """The axis of a value; -1: it has none, or it is not known."""
         found = self.sized.get(value)
         return -1 if found is None else found.dim
+
+    def outer(self, value: int) -> int:
+        """In how many blocks along its axis the examples of a value repeat, as far as its maker tells."""
+        return self._outers.get(value, 1)
+
+    def note(self, op: int, found: Behaviour) -> None:
+        """Remember how what a call makes is laid out."""
+        item = self.graph.ops[op]
+        for value, seen in zip((*item.outputs, *(new for new, _ in item.updates)), found.results, strict=True):
+            if value is not None and seen is not None and seen.outer > 1:
+                self._outers[value] = seen.outer
+
+    def look(self) -> None:
+        """Find out how all values are laid out, where the axis is not everywhere the first one."""
+        if any(found is not None and found.dim > 0 for found in self.sized.values()):
+            for op in self.graph.ordinary:
+                if self.graph.ops[op].phase != "update" and self.carries(op) and not self.graph.ops[op].channels:
+                    with suppress(Coupled):
+                        self.note(op, self.behaviour(op, {}))
+
+    def together(self, ops: Iterable[int]) -> int:
+        """How many examples must stay together where these ops run in parts."""
+        calls = (self.graph.ops[op] for op in ops)
+        return lcm(*(int(call.args[GROUPED[call.target]]) for call in calls if call.target in GROUPED))  # type: ignore[arg-type]
 
     def carries(self, op: int) -> bool:
         """Whether a call has the examples in what it reads, is told, or makes."""
@@ -131,7 +164,7 @@ class Axis:
             tuple((key, _moved(arg, places)) for key, arg in kwargs),
             tuple(self._source(value, roles) for value in values),
             tuple(None if value is None else self._result(value) for value in item.outputs),
-            tuple(places[old] for _, old in item.updates),
+            tuple((places[old], self._result(new)) for new, old in item.updates),
         )
 
     def _result(self, value: int) -> int:
@@ -150,9 +183,9 @@ class Axis:
         if maker >= 0 and self.graph.ops[maker].target in OPAQUE:
             output = self.graph.ops[maker].outputs.index(value)
             before = self.trial(maker, roles) if output == len(self.graph.ops[maker].outputs) - 1 else None
-            return Source("axis", item.dtype, found.shape, found.stride, found.dim, before, output)
+            return Source("axis", item.dtype, found.shape, found.stride, found.dim, 1, before, output)
         role = roles.get(value, "axis" if found.dim >= 0 else "same")
-        return Source(role, item.dtype, found.shape, found.stride, found.dim)
+        return Source(role, item.dtype, found.shape, found.stride, found.dim, self.outer(value))
 
     def _sized(self, mine: int, its: int) -> Sized | None:
         one, two = self.graph.values[mine], self._twin.values[its]

@@ -7,30 +7,37 @@ what they read of others are slices. Sizes among the arguments are those of the 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from lowtide.aten import LABELLED, SUM
 from lowtide.graph import Arg, Constant, Graph, Op, Read, Value, View
 from lowtide.kernels.probe import Grows, Link, Operand, at
-from lowtide.rewrite.axis import Axis
+from lowtide.rewrite.axis import Axis, Coupled
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.region import Region
 
 Span = tuple[int, int]  # from one example up to another
 
 
-def spans(examples: int, parts: int) -> list[Span]:
-    """The examples in so many parts, of two sizes at most."""
-    ends = [examples * number // parts for number in range(parts + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+def spans(examples: int, parts: int, together: int = 1) -> list[Span]:
+    """The examples in so many parts, of two sizes at most, each of whole groups of so many."""
+    groups = examples // together
+    ends = [groups * number // parts * together for number in range(parts + 1)]
+    return list(pairwise(ends))
 
 
 def split(axis: Axis, regions: list[tuple[Region, int]]) -> Graph:
     """The graph with each region in so many parts."""
     editor = Editor(axis.graph)
     for found, parts in regions:
-        _Writer(axis, editor, found).write(spans(axis.examples, parts))
+        together = axis.together(found.ops)
+        _Writer(axis, editor, found).write(spans(axis.examples, min(parts, axis.examples // together), together))
     return editor.reordered()
+
+
+def _at(shape: tuple[Any, ...], span: Span) -> tuple[int, ...]:
+    return tuple(size.at(span[1] - span[0]) if isinstance(size, Grows) else size for size in shape)
 
 
 class _Writer:
@@ -72,7 +79,7 @@ class _Writer:
         outputs = tuple(None if value is None else self.made(value) for value in item.outputs)
         if op in self.region.labelled:
             given = (*given[: (place := LABELLED[item.target][2])], SUM, *given[place + 1 :])
-        updates = tuple((self.updated(new, old), self.parts[old]) for new, old in item.updates)
+        updates = tuple((self.updated(new, old, span), self.parts[old]) for new, old in item.updates)
         call = replace(
             item, name=f"{item.name}_part{self.number}", args=given, kwargs=named, outputs=outputs, updates=updates
         )
@@ -93,10 +100,12 @@ class _Writer:
             return value
         return self.editor.value(self.editor.values[value])
 
-    def updated(self, new: int, old: int) -> int:
+    def updated(self, new: int, old: int, span: Span) -> int:
         """The value that is there once an op has written over another."""
-        item = self.editor.values[self.parts[old]]
-        self.editor.values.append(replace(item, name=self.graph.values[new].name))
+        item, sized = self.editor.values[self.parts[old]], self.axis.sized[new]
+        assert sized is not None
+        seen = replace(item, shape=_at(sized.shape, span), stride=_at(sized.stride, span))
+        self.editor.values.append(replace(seen, name=self.graph.values[new].name))
         return len(self.editor.values) - 1
 
     def hand_over(self, op: int, span: Span, *, last: bool) -> None:
@@ -108,7 +117,7 @@ class _Writer:
             if value is None or value not in self.parts:
                 continue
             role = self.region.roles.get(value)
-            if results and results[place] == "mean":
+            if results and (seen := results[place]) is not None and seen.share:
                 share = (span[1] - span[0]) / self.axis.examples
                 self.parts[value] = self.simple(
                     op, "mul.Scalar", (Read(self.parts[value]), share), self.graph.values[value]
@@ -143,9 +152,11 @@ class _Writer:
             args = (item.shape, item.stride)
             self.call(op, "empty_strided.default", args, self.wholes[value], kwargs=(dtype,))
         before, after = self.wholes[value], value if last else self.content(value)
-        into = Read(before, self.editor.view(self.slice(value, span)))
+        outer = self.axis.outer(value)
+        into = Read(before, self.slice(value, span))
+        part = Read(self.parts[value], None if outer == 1 else self.blocks(value, span[1] - span[0]))
         name = f"{self.graph.ops[op].name}_join{self.number}_{value}"
-        copy = Op(name, "aten.copy_.default", (into, Read(self.parts[value])), (), (None,), ((after, before),))
+        copy = Op(name, "aten.copy_.default", (into, part), (), (None,), ((after, before),))
         self.put(op, self.like(op, copy))
         self.wholes[value] = after
 
@@ -169,23 +180,35 @@ class _Writer:
             return Read(value, self.views(None, arg.chain, span))
         sized = self.axis.sized[value]
         assert sized is not None
-        cut = self.editor.view(self.slice(value, span))
-        if all(isinstance(step, int) for step in sized.stride):
+        cut, outer = self.slice(value, span), self.axis.outer(value)
+        if outer == 1 and all(isinstance(step, int) for step in sized.stride):
             return Read(value, self.views(cut, arg.chain, span))
         if value not in self.copies:  # its examples are not one after the other
             form = Constant("memory_format", "contiguous_format")
             self.copies[value] = self.simple(
                 op, "clone.default", (Read(value, cut),), self.graph.values[value], kwargs=(("memory_format", form),)
             )
-        return Read(self.copies[value], self.views(None, arg.chain, span))
+        whole = None if outer == 1 else self.editor.view(View(None, "aten.view.default", (_at(sized.shape, span),)))
+        return Read(self.copies[value], self.views(whole, arg.chain, span))
 
-    def slice(self, value: int, span: Span) -> View:
-        """A view of some examples of a value."""
-        sized = self.axis.sized[value]
-        assert sized is not None
+    def slice(self, value: int, span: Span) -> int:
+        """A view of some examples of a value; where they repeat in blocks, with these as an axis of their own."""
+        sized, outer = self.axis.sized[value], self.axis.outer(value)
+        if sized is None or sized.dim < 0:
+            raise Coupled(f"{self.graph.values[value].name} can't be put together of parts")
         each = sized.shape[sized.dim]
         assert isinstance(each, Grows)
-        return View(None, "aten.slice.Tensor", (sized.dim, each.at(span[0]), each.at(span[1])))
+        parent = None if outer == 1 else self.blocks(value, self.axis.examples)
+        dim, inner = sized.dim + (outer > 1), each.each // outer
+        return self.editor.view(View(parent, "aten.slice.Tensor", (dim, inner * span[0], inner * span[1])))
+
+    def blocks(self, value: int, examples: int) -> int:
+        """A view of a value of so many examples with its blocks as an axis of their own."""
+        sized, outer = self.axis.sized[value], self.axis.outer(value)
+        assert sized is not None
+        shape = _at(sized.shape, (0, examples))
+        split = (*shape[: sized.dim], outer, shape[sized.dim] // outer, *shape[sized.dim + 1 :])
+        return self.editor.view(View(None, "aten.view.default", (split,)))
 
     def views(self, parent: int | None, chain: tuple[Link, ...], span: Span) -> int | None:
         """The views of a chain for a part."""

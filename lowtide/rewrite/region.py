@@ -40,7 +40,6 @@ class Refusal(Coupled):
 
 def region(axis: Axis, wanted: Iterable[int]) -> Region:
     """The region of these ops and of those between them; raises a Refusal where examples are coupled."""
-    graph = axis.graph
     inside, before = set(wanted), _early(axis)
     inside -= before
     while True:
@@ -95,7 +94,8 @@ class _Walk:
             raise Coupled(f"it needs what {maker.name} makes of all of them ({maker.source})")
         outside = [old for _, old in item.updates if old not in roles]
         if outside:
-            if made_here or set(outside) & self.graph.required or self.lasting(outside):
+            if made_here or self.lasting(outside):
+                self.axis.behaviour(op, roles)
                 raise Coupled("it writes over what others read as a whole")
             return {op}
         if item.target in LABELLED and item.args[LABELLED[item.target][2]] == MEAN:
@@ -155,7 +155,8 @@ class _Walk:
         made = (*item.outputs, *(new for new, _ in item.updates))
         for value, seen in zip(made, found.results, strict=True):
             if value is not None and seen is not None:
-                self.region.roles[value] = "partial" if seen in ("sum", "mean") else seen  # type: ignore[assignment]
+                self.region.roles[value] = seen.role
+        self.axis.note(op, found)
         self.region.ops.append(op)
         self.region.behaviours[op] = found
 
@@ -192,6 +193,15 @@ def _with_ancestors(graph: Graph, ops: set[int]) -> set[int]:
                 found.add(maker)
                 waiting.append(maker)
     return found
+
+
+def between(graph: Graph, ops: set[int]) -> set[int]:
+    """The ops that need what these make, and make what these need."""
+    after: set[int] = set()
+    for op in graph.ordinary:
+        if any(graph.maker[value] in after or graph.maker[value] in ops for value in graph.reads[op]):
+            after.add(op)
+    return after & _with_ancestors(graph, set(ops))
 
 
 def splittable(axis: Axis) -> set[int]:

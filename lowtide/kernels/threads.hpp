@@ -1,4 +1,4 @@
-// What all kernels of our own share: code for the processor that runs it, and torch's threads.
+// Work shared among torch's own threads, and code for each kind of processor.
 
 #pragma once
 
@@ -13,7 +13,6 @@
 #else
 #define FOR_EACH_PROCESSOR
 #endif
-#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
