@@ -29,9 +29,9 @@ class _Unknown(Exception):
 
 def fused(graph: Graph) -> Graph:
     """The graph whose updates of tensors in parts are one op each, as far as they can be."""
+    if not any(op.target in (UNPACK, PACK) for op in graph.ops):
+        return graph  # as it was captured: every bit is eager's
     graph = accumulated(graph)
-    if not any(op.target == UNPACK for op in graph.ops):
-        return graph
     editor, shapes = Editor(graph), Shapes(graph.values, graph.views)
     for members in _components(graph, shapes):
         try:
