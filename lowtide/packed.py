@@ -127,7 +127,9 @@ def to_bytes(dense: Tensor, steps: Tensor, zeros: Tensor, channel: int) -> Tenso
         known = torch.unique(numbers)
         low, high = known[0].item(), known[-1].item()
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise UsageError("a batch with numbers that are not finite has no bytes.", hint="leave input8 out of allow.")
+            raise UsageError(
+                "a batch with numbers that are not finite has no bytes.", hint="leave input8 out of allow."
+            )
         step = (high - low) / 255 or 1.0
         if 1 < len(known) <= 256:
             least = known.double().diff().min().item()
@@ -174,10 +176,10 @@ class Packed(Tensor):
         made.content, made.views = content, views
         return made
 
-    __torch_function__ = private.without_torch_function
+    __torch_function__ = private.without_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Any call: what is read is made for it, what it writes to is packed after it."""
@@ -186,7 +188,9 @@ class Packed(Tensor):
         if not written and isinstance(args[0] if args else None, Packed) and _is_view(func):
             return _seen(func, args, kwargs)
         if any(word in func.__name__ for word in ("set_", "resize_")) and written:
-            raise UsageError(f"{func} can't give other memory to a tensor that is there in parts.", hint="copy_() to it.")
+            raise UsageError(
+                f"{func} can't give other memory to a tensor that is there in parts.", hint="copy_() to it."
+            )
         bases: dict[int, Tensor] = {}
 
         def plain(item: Any) -> Any:
@@ -235,7 +239,9 @@ class Packed(Tensor):
 
 def _dropped(content: Content, count: int) -> str:
     room = content.parts[VALUES].numel()
-    return f"{content.name!r} has room for {room:,} weights: {count:,} that were not zero are zero now, the smallest ones."
+    return (
+        f"{content.name!r} has room for {room:,} weights: {count:,} that were not zero are zero now, the smallest ones."
+    )
 
 
 def _as_owner_sees(tensor: Packed) -> Tensor:
@@ -251,7 +257,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[P
     for place, argument in enumerate(private.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
-            found += [item for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, Packed)]
+            found += [
+                item for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, Packed)
+            ]
     return found
 
 
@@ -286,7 +294,7 @@ def put_in_parts(tensor: Tensor, content: Content) -> None:
     """Let the owner's tensor, the same object, have this content from now on."""
     other = Packed(content)
     if isinstance(tensor, torch.nn.Parameter):
-        other._is_param = True  # type: ignore[attr-defined]
+        other._is_param = True
     _exchange(tensor, other)
 
 

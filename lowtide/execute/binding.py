@@ -19,8 +19,8 @@ from lowtide.execute.stale import StaleError
 from lowtide.execute.tensors import Slots, States
 from lowtide.execute.wholes import Wholes
 from lowtide.forms import is_part
-from lowtide.packed import plain
 from lowtide.guards import APPLY, MISSING, Change, Comparison, Entry, Place
+from lowtide.packed import plain
 from lowtide.watch import Watcher, same
 from lowtide.watch.quick import Quick
 

@@ -52,7 +52,9 @@ class Wholes:
                 make_plain(slot.holder[slot.key])
         dropped = sum(self._content(one, self._parameter(one), None)[1] for one in self.parameters)
         if dropped:
-            text = f"{dropped:,} weights that were not zero are zero now: the smallest ones, for which there is no room."
+            text = (
+                f"{dropped:,} weights that were not zero are zero now: the smallest ones, for which there is no room."
+            )
             warnings.warn(text, LowtideWarning, stacklevel=6)
         if self.states and any(self._state(one) is None for one in self.states):
             self.captured.prepare()
@@ -67,7 +69,7 @@ class Wholes:
         for one in (*self.parameters, *self.states):
             tensor = self._parameter(one) if one.whole.kind == "parameter" else self._state(one)
             for part, place in one.whole.inputs.items():
-                into[place] = tensor.content.parts[part]  # type: ignore[union-attr]
+                into[place] = tensor.content.parts[part]
 
     def put_batch(self, into: list[Any], path: tuple[str | int, ...], leaf: torch.Tensor) -> None:
         """Put the parts of a tensor of the batch into their places; what is plain is packed for this step."""
@@ -112,6 +114,10 @@ def _suits(content: Content, layout: Layout) -> bool:
     known = content.layout
     alike = (known.dtype, known.scaled, known.channel) == (layout.dtype, layout.scaled, layout.channel)
     sparse = (known.count is None) == (layout.count is None)
-    return alike and sparse and (known.counted or not layout.counted) and VALUES in content.parts and (
-        MASK in content.parts or known.count is None
+    return (
+        alike
+        and sparse
+        and (known.counted or not layout.counted)
+        and VALUES in content.parts
+        and (MASK in content.parts or known.count is None)
     )

@@ -134,7 +134,7 @@ class Fitted:
         return sum(fit.runner.mismatches for fit in self._fits)
 
     def pack(self, *batch: Any) -> tuple[Any, ...]:
-        """The batch as the step holds it: with `input8` as bytes, so that nobody need keep the floats; else as it is."""
+        """The batch as the step holds it: as bytes with `input8`, so that nobody need keep the floats, or as it is."""
         return forms.packed_batch(self.captured.graph, batch)
 
     def dense(self) -> AbstractContextManager[Any]:
@@ -142,7 +142,7 @@ class Fitted:
         return forms.dense(self._request.model, self._request.say)
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts of all that is there in parts: with the model's and the optimizer's own, a run goes on to the bit."""
+        """What is there in parts: with the state_dict of model and optimizer, a run goes on to the bit."""
         return forms.state_of(self._request.model, self._request.optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

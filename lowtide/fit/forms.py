@@ -50,7 +50,9 @@ def dense(model: torch.nn.Module, say: Callable[[str], None]) -> Iterator[torch.
 
 def state_of(model: torch.nn.Module, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """All parts of parameters and states, by name: what the rest of a run depends on to the bit."""
-    return {name: {part: one.clone() for part, one in content.parts.items()} for name, content in _named(model, optimizer)}
+    return {
+        name: {part: one.clone() for part, one in content.parts.items()} for name, content in _named(model, optimizer)
+    }
 
 
 def load_state(model: torch.nn.Module, optimizer: Any, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

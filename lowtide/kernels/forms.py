@@ -133,7 +133,7 @@ def update(
 def from_bytes(
     values: Tensor, steps: Tensor, zeros: Tensor, size: list[int], stride: list[int], first: int, channel: int
 ) -> Tensor:
-    """Bytes from the first one on as floats; each channel has its own step and zero; channel -1: there is one for all."""
+    """Bytes from the first one on as floats; each channel has its own step and zero, or all have one (-1)."""
     made = torch.empty_strided(size, stride, dtype=torch.float32)
     channels = size[channel] if 0 <= channel < len(size) else 1
     _demand(values.dtype == torch.uint8 and values.is_contiguous() and values.device.type == "cpu", "no such bytes")
@@ -217,7 +217,9 @@ def _run(
     code: list[int],
 ) -> None:
     count, elements = stored[0].count, math.prod(size)
-    _demand(0 < len(stored) <= REGISTERS and all(item.count == count for item in stored), "their values differ in number")
+    _demand(
+        0 < len(stored) <= REGISTERS and all(item.count == count for item in stored), "their values differ in number"
+    )
     _demand(sorted(order) == list(range(len(size))) and len(size) <= DIMENSIONS, "they have other dimensions")
     _check_mask(mask, elements, count)
     forms_plain.check_code(code, len(stored), len(seen), len(numbers), REGISTERS)

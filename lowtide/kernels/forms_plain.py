@@ -21,7 +21,7 @@ INSTRUCTIONS = (
 )
 NUMBERED = frozenset({"add", "subtract", "add number", "multiply number", "divide number", "lerp", "fill"})
 
-Array = numpy.ndarray[Any, Any]
+Array = Any  # of numpy: its own types do not know what arithmetic gives
 F, U = numpy.float32, numpy.uint32
 
 
@@ -191,7 +191,7 @@ def _numpy(dtype: torch.dtype) -> Any:
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
-def _to_bfloat(numbers: Array, chance: Array | U) -> Array:
+def _to_bfloat(numbers: Array, chance: Array) -> Array:
     bits = numbers.view(U)
     special = (bits & U(0x7F800000)) == U(0x7F800000)
     rounded = numpy.minimum((bits & U(0x7FFFFFFF)) + chance, U(0x7F7FFFFF)) | (bits & U(0x80000000))
@@ -209,7 +209,7 @@ def _to_half(numbers: Array, chance: Array) -> Array:
     return (numpy.where(size >= U(0x7F800000), special, found) | sign).astype(numpy.uint16)
 
 
-def _to_codes(stored: Stored, first: int, numbers: Array, chance: Array | F) -> Array:
+def _to_codes(stored: Stored, first: int, numbers: Array, chance: Array) -> Array:
     assert stored.scales is not None
     blocks = -(-len(numbers) // BLOCK)
     padded = numpy.zeros(blocks * BLOCK, F)

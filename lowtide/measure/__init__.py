@@ -213,5 +213,5 @@ def _how() -> list[str]:
     here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py")]
     return [
         path.read_text(encoding="utf-8")
-        for path in (*here, *(Path(one.__file__) for one in (scratch, own, forms)), own.SOURCE, forms.SOURCE)
+        for path in (*here, Path(scratch.__file__), Path(own.__file__), Path(forms.__file__), own.SOURCE, forms.SOURCE)
     ]

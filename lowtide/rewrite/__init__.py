@@ -14,8 +14,8 @@ from functools import cache
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
-from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite import activations, statistics
+from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.merge import merged

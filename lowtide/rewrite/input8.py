@@ -1,7 +1,7 @@
 """The batch as bytes: floats in 256 steps, whole numbers in 32 bits.
 
-What differs: pixels that were bytes once come back as they were, up to rounding, and so do all numbers of a grid of up to
-256 places a channel; others are off by half a step of the range of their channel. Whole numbers stay what they are.
+What differs: pixels that were bytes once come back as they were, up to rounding, and so do all numbers of a grid of up
+to 256 places a channel; others are off by half a step of the range of their channel. Whole numbers stay what they are.
 """
 
 from __future__ import annotations

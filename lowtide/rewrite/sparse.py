@@ -1,7 +1,7 @@
 """Sparse weights: values where a mask has a bit, and nothing elsewhere: no state, no update.
 
-What differs: the weights that have no bit are zero, the smallest ones at first. With a mask that stays, training is that
-of the dense model whose weights and gradients are multiplied by the mask, up to rounding. The dense weight is made for
+What differs: the weights that have no bit are zero, the smallest ones at first. With a mask that stays, training is
+that of the dense model whose weights and gradients are multiplied by the mask, up to rounding. The dense weight is made for
 the ops that need it. So is its gradient, which is read at the bits.
 """
 
@@ -37,7 +37,7 @@ def read_sparsity(setting: Setting) -> Sparsity:
     except ValueError:
         found = Sparsity(0)
     if not 0 < found.density < 1 or found.every < 0:
-        raise UsageError(f"sparse has no setting {setting!r}.", hint='write sparse:0.3, or sparse:0.3@200.')
+        raise UsageError(f"sparse has no setting {setting!r}.", hint="write sparse:0.3, or sparse:0.3@200.")
     return found
 
 

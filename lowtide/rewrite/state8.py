@@ -1,9 +1,11 @@
 """Optimizer state with 8 bits an element and a scale for each block of 256, rounded by chance after each update.
 
 Codes are the square root of an element's part of the largest in its block, with a sign, or the fourth root where the
-update takes roots of the state and divides by them, as of second moments: there what is not zero never becomes zero.
-A state that takes up the parts of a batch one by one, as a momentum can, has 16 bits (bfloat16) and no scale: it is
-rounded once for each part. What differs: an element is off by less than the distance of two codes, and by nothing on average.
+update takes roots of the state and divides by them, as of second moments: there what is not zero never becomes zero. A
+state that takes up the parts of a batch one by one, as a momentum can, has 16 bits (bfloat16) and no scale, for it is
+rounded once for each part.
+
+What differs: an element is off by less than the distance of two codes, and by nothing on average.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ registers of a block. Other updates stay as they are, with whole temporaries.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from lowtide.forms import PACK, UNPACK, UPDATE
@@ -19,12 +19,7 @@ from lowtide.kernels.shapes import Shapes
 from lowtide.rewrite.accumulate import accumulated
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.forms import order_of
-
-Number = Arg  # a number, or a read of one that is known when the step runs
-
-
-class _Unknown(Exception):
-    """A call that has no lines of its own."""
+from lowtide.rewrite.lines import LINES, Number, Unknown
 
 
 def fused(graph: Graph) -> Graph:
@@ -36,7 +31,7 @@ def fused(graph: Graph) -> Graph:
     for members in _components(graph, shapes):
         try:
             update = _Region(graph, shapes, members).update()
-        except _Unknown:
+        except Unknown:
             continue
         for index in update.replaced:
             editor.take_out(index)
@@ -82,7 +77,7 @@ def _tensors(graph: Graph, op: Op) -> list[int]:
 def _known(graph: Graph, shapes: Shapes, index: int) -> bool:
     """Whether a call of an update works on each element alone, on tensors of one size."""
     op = graph.ops[index]
-    if op.phase != "update" or op.target not in _LINES or op.channels:
+    if op.phase != "update" or op.target not in LINES or op.channels:
         return False
     seen = [shapes.tensor(read) for read in op.arguments() if shapes.is_tensor(read)]
     made = [graph.values[value] for value in op.makes]
@@ -148,15 +143,16 @@ class _Region:
                 self.last[value] = place
         for value in finals:
             self.last[value] = len(self.ops)
-        for self.place, index in enumerate(self.ops):
-            _LINES[self.graph.ops[index].target](self, self.graph.ops[index])
+        for place, index in enumerate(self.ops):
+            self.place = place
+            LINES[self.graph.ops[index].target](self, self.graph.ops[index])
             self._let_go(self.place)
         for value, operand in finals.items():
             number = self._operand(operand)
-            self._line("store", number, self._at(Read(value)))
+            self.line("store", number, self._at(Read(value)))
         (mask,) = self.masks if len(self.masks) == 1 else (False,)
         if mask is False or (mask is not None and any(item.values not in self.in_parts for item in self.stored)):
-            raise _Unknown
+            raise Unknown
         first = self.graph.ops[self.members[-1]]
         op = Op(
             name=f"update_{(self.packs or [first])[0].name.removeprefix('pack_')}",
@@ -191,13 +187,13 @@ class _Region:
                 outside = [reader for reader in graph.readers[value] if reader not in self.inside]
                 if graph.values[value].storage in graph.lasting_storages and not self._is_written(value):
                     if outside and min(outside) < self.members[-1]:
-                        raise _Unknown
+                        raise Unknown
                     found[value] = self._plain(value)
                 elif outside or value in graph.required:
-                    raise _Unknown
+                    raise Unknown
             for _, old in op.updates:
                 if graph.maker[old] not in self.inside and not self._may_write(old):
-                    raise _Unknown
+                    raise Unknown
         return found
 
     def _may_write(self, value: int) -> bool:
@@ -222,7 +218,7 @@ class _Region:
         value = self.graph.values[first]
         contiguous = order_of(value) == tuple(range(len(value.shape))) == order_of(self.whole)
         if not contiguous or value.form != "plain":
-            raise _Unknown
+            raise Unknown
         return _Operand(first, updates=[(final, first)])
 
     def _operand(self, wanted: _Operand) -> int:
@@ -236,13 +232,14 @@ class _Region:
 
     # What the lines of calls are made with.
 
-    def _line(self, name: str, to: int, a: int = 0, b: int = 0, number: Number = None) -> None:
+    def line(self, name: str, to: int, a: int = 0, b: int = 0, number: Number = None) -> None:
+        """Write a line."""
         which = INSTRUCTIONS.index(name)
         self.code += [which, to, a, b, 0 if number is None else self._number(number)]
 
     def _number(self, number: Number) -> int:
         if isinstance(number, bool) or not isinstance(number, int | float | Read):
-            raise _Unknown
+            raise Unknown
         number = float(number) if isinstance(number, int) else number
         if number not in self.numbers:
             self.numbers.append(number)
@@ -251,7 +248,7 @@ class _Region:
     def take(self) -> int:
         """A register that nobody uses."""
         if not self.free:
-            raise _Unknown
+            raise Unknown
         return self.free.pop()
 
     def give_back(self, register: int) -> None:
@@ -263,7 +260,7 @@ class _Region:
         value = read.value
         if self.graph.maker[value] in self.inside:
             if read.view is not None or value not in self.register:
-                raise _Unknown
+                raise Unknown
             return self.register[value]
         key: int | Read = value if read.view is None else read
         if key not in self.register:
@@ -272,13 +269,13 @@ class _Region:
             ours = self.graph.values[value].storage in self.graph.lasting_storages
             lasting = ours and read.view is None and self._is_written(value)
             if maker >= 0 and self.graph.ops[maker].target == UNPACK and read.view is None:
-                self._line("load", self.register[key], self._operand(self._of_unpack(self.graph.ops[maker])))
+                self.line("load", self.register[key], self._operand(self._of_unpack(self.graph.ops[maker])))
             elif lasting:
-                self._line("load", self.register[key], self._operand(_Operand(value)))
+                self.line("load", self.register[key], self._operand(_Operand(value)))
             else:
                 if read not in self.seen:
                     self.seen.append(read)
-                self._line("see", self.register[key], self.seen.index(read))
+                self.line("see", self.register[key], self.seen.index(read))
         return self.register[key]
 
     def _is_written(self, value: int) -> bool:
@@ -306,7 +303,7 @@ class _Region:
             old = op.updates[0][1]
             at = self._at(Read(old))
             if self.last.get(old, -1) > self.place:
-                raise _Unknown  # somebody still needs the old one
+                raise Unknown  # somebody still needs the old one
             self.register.pop(old)
             self.register[made] = at
         else:
@@ -323,82 +320,8 @@ class _Region:
         """One line for a call: its result from one or two tensors, and a number."""
         first, second = self.tensor(a), 0 if b is None else self.tensor(b)
         if first is None or second is None:
-            raise _Unknown
-        self._line(name, self.result(op), first, second, number)
-
-
-# Which lines stand for which calls.
-
-
-def _scaled(name: str) -> Callable[[_Region, Op], None]:
-    def lines(region: _Region, op: Op) -> None:
-        alpha = dict(op.kwargs).get("alpha", 1)
-        if region.tensor(op.args[1]) is not None:
-            region.calculate(name, op, op.args[0], op.args[1], alpha)
-        elif name == "add" and alpha == 1:
-            region.calculate("add number", op, op.args[0], number=op.args[1])
-        else:
-            raise _Unknown
-
-    return lines
-
-
-def _product(name: str) -> Callable[[_Region, Op], None]:
-    def lines(region: _Region, op: Op) -> None:
-        if op.kwargs or len(op.args) != 2:
-            raise _Unknown
-        if region.tensor(op.args[1]) is not None:
-            region.calculate(name, op, op.args[0], op.args[1])
-        else:
-            region.calculate(f"{name} number", op, op.args[0], number=op.args[1])
-
-    return lines
-
-
-def _plus(name: str) -> Callable[[_Region, Op], None]:
-    """To add a product or a quotient, times a number."""
-
-    def lines(region: _Region, op: Op) -> None:
-        value = dict(op.kwargs).get("value", 1)
-        one, other, to = (region.tensor(arg) for arg in (op.args[1], op.args[2], op.args[0]))
-        if one is None or other is None or to is None:
-            raise _Unknown
-        scratch = region.take()
-        region._line(name, scratch, one, other)
-        region._line("add", region.result(op), to, scratch, value)
-        region.give_back(scratch)
-
-    return lines
-
-
-def _one(name: str) -> Callable[[_Region, Op], None]:
-    def lines(region: _Region, op: Op) -> None:
-        if len(op.args) != 1:
-            raise _Unknown
-        region.calculate(name, op, op.args[0])
-
-    return lines
-
-
-def _two(name: str) -> Callable[[_Region, Op], None]:
-    return lambda region, op: region.calculate(name, op, op.args[0], op.args[1])
-
-
-_LINES: dict[str, Callable[[_Region, Op], None]] = {
-    "aten.lerp.Scalar": lambda region, op: region.calculate("lerp", op, op.args[0], op.args[1], op.args[2]),
-    "aten.maximum.default": _two("maximum"),
-    "aten.minimum.default": _two("minimum"),
-    "aten.maximum.out": _two("maximum"),
-    "aten.minimum.out": _two("minimum"),
-}
-_LINES |= {f"aten.{name}.Tensor": _scaled(line) for name, line in (("add", "add"), ("sub", "subtract"))}
-_LINES |= {f"aten.{name}.Tensor": _product(line) for name, line in (("mul", "multiply"), ("div", "divide"))}
-_LINES |= {f"aten.{name}.default": _plus(line) for name, line in (("addcmul", "multiply"), ("addcdiv", "divide"))}
-_LINES |= {
-    f"aten.{name}.default": _one(line)
-    for name, line in (("sqrt", "root"), ("neg", "negate"), ("abs", "absolute"), ("sign", "sign"), ("clone", "copy"))
-}
-_LINES |= {f"{target.rpartition('.')[0]}_.{target.rpartition('.')[2]}": lines for target, lines in _LINES.items()}
+            raise Unknown
+        self.line(name, self.result(op), first, second, number)
 
 
 def _without_unread(editor: Editor) -> Editor:

@@ -81,11 +81,11 @@ def run(
     """The step after these rewrites, by a program that makes nothing twice or by another one."""
     captured = lowtide.capture(step, model, optimizer, example)
     sizes = cache(lambda size: lowtide.capture(step, model, optimizer, resized(example, size)).graph)
-    graph = apply(
-        captured.graph, [*EXACT, *rewrites(names)], Resized(captured.graph, len(example[1]), sizes)
-    ).graph
+    graph = apply(captured.graph, [*EXACT, *rewrites(names)], Resized(captured.graph, len(example[1]), sizes)).graph
     costs = lowtide.measure(graph) if measured else roofline(graph)
-    chosen = program(graph, costs) if program is not None else lowtide.plan(graph, costs, 10**12, time_limit=0.2).program
+    chosen = (
+        program(graph, costs) if program is not None else lowtide.plan(graph, costs, 10**12, time_limit=0.2).program
+    )
     return lowtide.execute(replace(captured, graph=graph), chosen, costs.nbytes)
 
 
