@@ -294,7 +294,7 @@ def put_in_parts(tensor: Tensor, content: Content) -> None:
     """Let the owner's tensor, the same object, have this content from now on."""
     other = Packed(content)
     if isinstance(tensor, torch.nn.Parameter):
-        other._is_param = True
+        private.as_parameter(other)
     _exchange(tensor, other)
 
 

@@ -101,6 +101,11 @@ except (ImportError, AttributeError) as error:
 ACCUMULATES = 2**64 - 1  # the sequence number of the nodes that add to a parameter's gradient
 
 
+def as_parameter(tensor: torch.Tensor) -> None:
+    """Let a tensor of another class count as a parameter: isinstance(tensor, torch.nn.Parameter) asks for this."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
 def sequence_number(node: Any) -> int:
     """When a node of autograd was made."""
     number: int = node._sequence_nr()

@@ -1,8 +1,8 @@
 """The momentum as the accumulator of a batch in parts: no sum of gradients is kept beside it.
 
 Where a gradient is a sum of terms and all that an update does with it is to add it to a state, each term can be added
-to the state as soon as it is there: what the update does to the state before comes before the first term, all else after
-the last one. The same numbers are added in another order.
+to the state as soon as it is there: what the update does to the state before comes before the first term, and all else
+after the last one. The same numbers are added in another order.
 """
 
 from __future__ import annotations

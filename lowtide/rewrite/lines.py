@@ -10,7 +10,7 @@ from lowtide.graph import Arg, Op
 Number = Arg  # a number, or a read of one that is known when the step runs
 
 
-class Unknown(Exception):  # noqa: N818 - it is no error: the calls stay as they are
+class Unknown(Exception):
     """A call that has no lines of its own."""
 
 

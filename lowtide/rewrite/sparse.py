@@ -1,8 +1,8 @@
 """Sparse weights: values where a mask has a bit, and nothing elsewhere: no state, no update.
 
 What differs: the weights that have no bit are zero, the smallest ones at first. With a mask that stays, training is
-that of the dense model whose weights and gradients are multiplied by the mask, up to rounding. The dense weight is made for
-the ops that need it. So is its gradient, which is read at the bits.
+that of the dense model whose weights and gradients are multiplied by the mask, up to rounding. The dense weight is made
+for the ops that need it, and so is its gradient, which is read at the bits.
 """
 
 from __future__ import annotations
