@@ -31,14 +31,13 @@ class Sum:
 
 def sums(graph: Graph) -> list[Sum]:
     """The gradients that a state can take up term by term."""
-    found = []
-    for index in graph.ordinary:
-        if (one := _sum(graph, index)) is not None:
-            found.append(one)
-    return found
+    states = {graph.values[item.value].storage for item in graph.inputs if graph.values[item.value].kind == "state"}
+    states |= {graph.values[op.makes[0]].storage for op in graph.ops if op.target == UNPACK and _of_state(graph, op)}
+    found = (_sum(graph, index, states) for index in graph.ordinary)
+    return [one for one in found if one is not None]
 
 
-def _sum(graph: Graph, index: int) -> Sum | None:
+def _sum(graph: Graph, index: int, states: set[int]) -> Sum | None:
     """The sum that ends with this op, if the update does nothing with it but to add it to a state."""
     op = graph.ops[index]
     if op.phase != "backward" or not _plain_add(graph, op):
@@ -60,7 +59,7 @@ def _sum(graph: Graph, index: int) -> Sum | None:
     if any(len(graph.readers[term]) != 1 or term in graph.required or graph.maker[term] < 0 for term in terms):
         return None
     reads = [read for read in graph.ops[readers[0]].arguments() if read.value == gradient]
-    chain = _chain(graph, gradient)
+    chain = _chain(graph, gradient, states)
     if chain is None or len(reads) != 1:
         return None
     return Sum(gradient, tuple(terms[::-1]), tuple(adds[::-1]), chain[0], reads[0].view, chain[1])
@@ -75,11 +74,9 @@ def _plain_add(graph: Graph, op: Op) -> bool:
     return len(shapes) == 1 and all(read.view is None for read in reads)
 
 
-def _chain(graph: Graph, gradient: int) -> tuple[tuple[int, ...], int] | None:
+def _chain(graph: Graph, gradient: int, states: set[int]) -> tuple[tuple[int, ...], int] | None:
     """The ops that add the gradient to a state, and what the state is then."""
     found, value = list[int](), gradient
-    states = {graph.values[item.value].storage for item in graph.inputs if graph.values[item.value].kind == "state"}
-    states |= {graph.values[op.makes[0]].storage for op in graph.ops if op.target == UNPACK and _of_state(graph, op)}
     while True:
         if len(graph.readers[value]) != 1 or value in graph.required:
             return None

@@ -24,14 +24,21 @@ def state8(graph: Graph, setting: Setting) -> Graph:
     """The graph whose optimizer state is stored with 8 bits an element."""
     if setting is not None:
         raise UsageError(f"state8 has no setting {setting!r}.", hint="write state8 alone.")
-    chosen = [(item, Layout(_dtype(graph, item.value))) for item in candidates(graph, "state")]
+    taking = _taking(graph)
+    chosen = [(item, Layout(_dtype(graph, item.value, taking))) for item in candidates(graph, "state")]
     divided = in_parts(graph, chosen) if chosen else graph
-    return with_values(divided, "state", lambda value: _dtype(divided, value))
+    taking = _taking(divided)
+    return with_values(divided, "state", lambda value: _dtype(divided, value, taking))
 
 
-def _dtype(graph: Graph, value: int) -> str:
+def _taking(graph: Graph) -> set[int]:
+    """The storages that take up the terms of a gradient."""
+    return {graph.values[one.state].storage for one in sums(graph)}
+
+
+def _dtype(graph: Graph, value: int, taking: set[int]) -> str:
     """How a state is stored: whether terms of a gradient are added to it, and whether the update takes its root."""
-    if graph.values[value].storage in {graph.values[one.state].storage for one in sums(graph)}:
+    if graph.values[value].storage in taking:
         return "bfloat16"
     storage, seen, left = graph.values[value].storage, set[int](), [value]
     while left:
