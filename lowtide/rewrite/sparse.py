@@ -8,7 +8,6 @@ for the ops that need it, and so is its gradient, which is read at the bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from lowtide.errors import UsageError
 from lowtide.forms import BLOCK
@@ -21,29 +20,20 @@ LEAST = 4096  # elements of a weight: smaller ones, and vectors, matter more tha
 INDEXED = ("embedding", "index_select", "gather")  # rows that are looked up get gradients now and then only
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """How many weights there are, and how often they move."""
-
-    density: float  # of the weights that are divided
-    every: int = 0  # steps; 0: the mask stays
-
-
-def read_sparsity(setting: Setting) -> Sparsity:
-    """What a setting says: "0.3", or "0.3@200" for masks that move every 200 steps."""
-    density, _, every = str(DENSITY if setting is None else setting).partition("@")
+def read_density(setting: Setting) -> float:
+    """The part of the weights that there are."""
     try:
-        found = Sparsity(float(density), int(every or 0))
+        found = float(DENSITY if setting is None else setting)
     except ValueError:
-        found = Sparsity(0)
-    if not 0 < found.density < 1 or found.every < 0:
-        raise UsageError(f"sparse has no setting {setting!r}.", hint="write sparse:0.3, or sparse:0.3@200.")
+        found = 0.0
+    if not 0 < found < 1:
+        raise UsageError(f"sparse has no setting {setting!r}.", hint="write sparse:0.3 for a density of 30%.")
     return found
 
 
 def sparse(graph: Graph, setting: Setting) -> Graph:
     """The graph whose large weights have values at the bits of a mask."""
-    density = read_sparsity(setting).density
+    density = read_density(setting)
     chosen: list[tuple[Input, Layout]] = []
     counts: dict[str, tuple[tuple[int, ...], int]] = {}
     for item in candidates(graph, "parameter"):
