@@ -103,7 +103,7 @@ ACCUMULATES = 2**64 - 1  # the sequence number of the nodes that add to a parame
 
 def as_parameter(tensor: torch.Tensor) -> None:
     """Let a tensor of another class count as a parameter: isinstance(tensor, torch.nn.Parameter) asks for this."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
 
 
 def sequence_number(node: Any) -> int:
