@@ -16,6 +16,7 @@ from lowtide.graph.targets import DTYPES
 from lowtide.rewrite.editor import Editor
 
 LEAST = 1024  # elements: what is smaller stays as it is, for it saves nothing
+MANY = 4  # ops that read a weight besides its update: a forward and a backward of more than two parts
 WITH_SCALES = ("int8", "uint8")
 
 
@@ -153,20 +154,35 @@ class _Division:
         return number
 
     def _unpack(self, parts: dict[str, int]) -> None:
+        """Make the floats before they are first read; where many ops read them, for each of these anew.
+
+        Who makes them again is the planner's choice otherwise, but for many parts of a batch it would have to find out
+        for every weight and part that nobody wants to keep it.
+        """
         readers = self.graph.readers[self.item.value]
-        if not readers:
-            return
-        reader = self.graph.ops[readers[0]]
+        updating = [index for index in readers if self.graph.ops[index].phase == "update"]
+        others = [index for index in readers if index not in updating]
+        if len(others) > MANY:
+            for number, index in enumerate(others):
+                made = self.editor.value(replace(self.whole, eager_end=-1))
+                self._call(parts, index, made, f"_{number}")
+                self.editor.change(index, _reading(self.editor.placed[index].op, self.item.value, made))
+            readers = tuple(updating)
+        if readers:
+            self._call(parts, readers[0], self.item.value, "")
+
+    def _call(self, parts: dict[str, int], index: int, made: int, suffix: str) -> None:
+        reader = self.graph.ops[index]
         op = Op(
-            name=f"unpack_{self.whole.name}".replace(" ", "_"),
+            name=f"unpack_{self.whole.name}{suffix}".replace(" ", "_"),
             target=UNPACK,
             args=(*(_read(parts, name) for name in (VALUES, SCALES, MASK)), self.whole.shape, self.whole.stride),
-            outputs=(self.item.value,),
+            outputs=(made,),
             phase=reader.phase,
             module=reader.module,
             source=reader.source,
         )
-        self.editor.put(readers[0], -2, readers[0], op)
+        self.editor.put(index, -2, index, op)
 
     def _pack(self, parts: dict[str, int], final: int) -> None:
         graph, editor = self.graph, self.editor
@@ -190,6 +206,18 @@ class _Division:
         editor.put(last, 1, maker, op)
         editor.outputs = [one for one in editor.outputs if one.role != "input" or one.path != self.item.path]
         editor.outputs += [Output(value, "input", (*self.item.path, part)) for part, value in new.items()]
+
+
+def _reading(op: Op, old: int, new: int) -> Op:
+    """A call that reads another value in the place of one."""
+
+    def swap(arg: Arg) -> Arg:
+        if isinstance(arg, Read):
+            return Read(new, arg.view) if arg.value == old else arg
+        return tuple(map(swap, arg)) if isinstance(arg, tuple) else arg
+
+    kwargs = tuple((key, swap(arg)) for key, arg in op.kwargs)
+    return replace(op, args=tuple(map(swap, op.args)), kwargs=kwargs)
 
 
 def _read(parts: dict[str, int], name: str) -> Read | None:
