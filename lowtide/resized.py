@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide import tree
@@ -17,6 +17,7 @@ class Resized:
     graph: Graph  # the step as it is
     examples: int  # that it has
     at: Callable[[int], Graph]  # the captured graph with so many
+    known: dict[str, Any] = field(default_factory=dict, compare=False)  # what was found out about it
 
 
 def examples_of(batch: tuple[Any, ...]) -> int | None:

@@ -53,7 +53,7 @@ def wrap(
     outputs, gradients and all between; not what the loop itself makes, such as the loss and the optimizer's state.
     `example` are the arguments of one call, a mapping if they have names; other arguments are planned when they come,
     within the same budget. With `offload` values may wait elsewhere; parameters stay where they are, for they are your
-    optimizer's. Everything else is as in `fit`.
+    optimizer's. Everything else is as in `fit`, `allow` too.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
@@ -114,13 +115,18 @@ class Behaviour:
 @cache
 def behaviour(trial: Trial) -> Behaviour | None:
     """What a call does along the axis; None: its parts do not make what the whole makes."""
-    if all(source.role in ("same", "scalar") for source in trial.sources) and not _grows((trial.args, trial.kwargs)):
-        return Behaviour("none", tuple(None if dim is None else Seen("same") for dim in (*trial.dims, *trial.updated)))
+    results = (*trial.dims, *(dim for _, dim in trial.updated))
+    alike = all(source.role in ("same", "scalar") for source in trial.sources)
+    if alike and not _grows((trial.args, trial.kwargs)) and all(dim is None or dim < 0 for dim in results):
+        return Behaviour("all", tuple(None if dim is None else Seen("same") for dim in results))
+    best = None
     for kept in KEPT if _has_sizes(trial.args) or _has_sizes(trial.kwargs) else KEPT[:1]:
         found = _tried(trial, kept)
         if found is not None:
-            return Behaviour(kept, found)
-    return None
+            if not any(seen is not None and seen.share for seen in found):
+                return Behaviour(kept, found)
+            best = best or Behaviour(kept, found)
+    return best
 
 
 def at(arg: Any, part: int, whole: int, kept: Kept, *, listed: bool = False) -> Any:
@@ -137,14 +143,10 @@ def at(arg: Any, part: int, whole: int, kept: Kept, *, listed: bool = False) -> 
 
 
 def _grows(arg: Any) -> bool:
-    """Whether an argument, or how it is seen, depends on the number of examples."""
-    match arg:
-        case tuple():
-            return any(_grows(item) for item in arg)
-        case Operand():
-            return any(_grows(link.args) for link in arg.chain)
-        case _:
-            return isinstance(arg, Grows | Counted)
+    """Whether how an argument is seen depends on the number of examples."""
+    if isinstance(arg, tuple):
+        return any(_grows(item) for item in arg)
+    return isinstance(arg, Operand) and any(_has_sizes(link.args) for link in arg.chain)
 
 
 def _has_sizes(arg: Any) -> bool:
@@ -162,21 +164,13 @@ def _tried(trial: Trial, kept: Kept) -> tuple[Seen | None, ...] | None:
         parts = tuple(part * trial.args[together] for part in parts)
     answers = []
     for words in WORDS:
-        found = None
-        for odd in (True, False):
-            for dtype in (torch.float64, torch.float32) if precise else (torch.float32,):
-                try:
-                    found = _compare(trial, kept, parts, dtype, words, odd)
-                except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-                    continue
-                break
-            else:
-                continue
+        for odd, dtype in product((True, False), (torch.float64, torch.float32) if precise else (torch.float32,)):
+            try:
+                answers.append(_compare(trial, kept, parts, dtype, words, odd))
+            except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+                continue  # such contents, or that precision, are not for this call
             break
-        if found is None:
-            return None
-        answers.append(found)
-    return answers[0] if answers[0] == answers[1] else None
+    return answers[0] if answers and all(answer == answers[0] for answer in answers) else None
 
 
 def _compare(

@@ -16,6 +16,7 @@ from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
 from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunked_loss import chunked_loss
+from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.merge import merged
@@ -58,6 +59,7 @@ class Pass:
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
     alike: bool = False  # the step at other sizes goes through it, too
+    alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
@@ -75,8 +77,8 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("batch-statistics", "lossy", statistics.grouped, statistics.sizes, alike=True),
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
-    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True),
-    Pass("chunked-loss", "rounding", chunked_loss, counts_of_parts, resizes=True),
+    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True, alone=True),
+    Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("input8", "lossy", input8),
     Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),

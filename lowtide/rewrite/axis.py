@@ -29,6 +29,7 @@ from lowtide.kernels.probe import (
 from lowtide.resized import Resized
 from lowtide.rewrite.merge import merged
 
+PIECE = "~"  # in the name of an op that makes some of what another made: what follows says which
 Template = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]  # arguments of a call for any number of examples
 
 
@@ -55,13 +56,15 @@ class Axis:
         try:
             known, twin = merged(resized.graph), merged(resized.at(self.other))
         except CaptureError as error:
-            raise Coupled(f"with {self.other} examples instead of {self.examples} there is no step: {error.message}") from error
+            raise Coupled(
+                f"with {self.other} examples instead of {self.examples} there is no step: {error.message}"
+            ) from error
         finally:
             logging.disable(logging.NOTSET)
         if [op.target for op in known.ops] != [op.target for op in twin.ops] or len(known.inputs) != len(twin.inputs):
             raise Coupled("the step calls other ops with other numbers of examples")
         self._twin = twin
-        self._ops = {op.name: (op, other) for op, other in zip(known.ops, twin.ops, strict=True)}
+        self._ops = {op.name: other for op, other in zip(known.ops, twin.ops, strict=True)}
         self._inputs = {
             (known.values[one.value].kind, one.path): other.value
             for one, other in zip(known.inputs, twin.inputs, strict=True)
@@ -76,7 +79,7 @@ class Axis:
         graph = self.graph
         found = {one.value: self._inputs.get((graph.values[one.value].kind, one.path), -1) for one in graph.inputs}
         for op in graph.ops:
-            other = self._ops[op.name][1] if op.name in self._ops else None
+            other = self._twin_of(op)
             if other is not None and len(other.outputs) == len(op.outputs) and len(other.updates) == len(op.updates):
                 pairs = [*zip(op.outputs, other.outputs, strict=True)]
                 pairs += [(mine[0], its[0]) for mine, its in zip(op.updates, other.updates, strict=True)]
@@ -122,7 +125,7 @@ class Axis:
         item = self.graph.ops[op]
         if any(self.sized.get(value, 0) is None or self.dim(value) >= 0 for value in (*item.reads, *item.makes)):
             return True
-        if item.name not in self._ops:
+        if self._twin_of(item) is None:
             return False
         try:
             return self.template(op) != _plain(self.graph, item)
@@ -133,9 +136,9 @@ class Axis:
         """The arguments of a call for any number of examples."""
         if op not in self._templates:
             item = self.graph.ops[op]
-            if item.name not in self._ops:
+            other = self._twin_of(item)
+            if other is None:
                 raise Coupled("it was put there by another rewrite")
-            other = self._ops[item.name][1]
             if len(item.args) != len(other.args) or [key for key, _ in item.kwargs] != [key for key, _ in other.kwargs]:
                 raise Coupled("it is called otherwise with other numbers of examples")
             args = tuple(self._paired(one, two) for one, two in zip(item.args, other.args, strict=True))
@@ -166,6 +169,10 @@ class Axis:
             tuple(None if value is None else self._result(value) for value in item.outputs),
             tuple((places[old], self._result(new)) for new, old in item.updates),
         )
+
+    def _twin_of(self, op: Op) -> Op | None:
+        """The same call of the other capture; None: it was put there by a rewrite."""
+        return self._ops.get(op.name.partition(PIECE)[0])
 
     def _result(self, value: int) -> int:
         found = self.sized.get(value)
@@ -235,6 +242,21 @@ class Axis:
         if one is not None or two is not None:
             raise Coupled("it sees what it reads otherwise with other numbers of examples")
         return tuple(reversed(found))
+
+
+def axis_of(graph: Graph, resized: Resized) -> Axis:
+    """The axis of a graph, found out once; raises where there is none."""
+    key = f"axis {graph.fingerprint}"
+    if key not in resized.known:
+        try:
+            resized.known[key] = Axis(graph, resized)
+        except Coupled as error:
+            resized.known[key] = error
+    found = resized.known[key]
+    if isinstance(found, Coupled):
+        raise found
+    assert isinstance(found, Axis)
+    return found
 
 
 def _flat(arg: Any) -> list[Any]:

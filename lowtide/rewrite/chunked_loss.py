@@ -1,4 +1,4 @@
-"""The head of a model and its loss in parts, forward and backward: the largest results before a loss are never whole."""
+"""The head of a model and its loss in parts, forward and backward: the largest values before a loss are never whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from lowtide.graph import Graph
 from lowtide.resized import Resized
-from lowtide.rewrite.axis import Axis, Coupled
+from lowtide.rewrite.axis import Axis, Coupled, axis_of
+from lowtide.rewrite.merge import merged
+from lowtide.rewrite.microbatch import rungs
 from lowtide.rewrite.parts import split
 from lowtide.rewrite.region import between, region, splittable
 
@@ -19,7 +21,7 @@ def chunked_loss(graph: Graph, parts: int, resized: Resized) -> Graph:
     """The graph with its head and loss in so many parts; as it is, with a note, where examples are coupled there."""
     parts = min(parts, resized.examples)
     try:
-        axis = Axis(graph, resized)
+        axis = axis_of(graph, resized)
         wanted = _head(axis)
         found = region(axis, wanted) if wanted else None
     except Coupled as error:
@@ -28,6 +30,14 @@ def chunked_loss(graph: Graph, parts: int, resized: Resized) -> Graph:
         return graph
     done = f"head and loss run in {parts} parts; gradients are those of the whole batch, up to rounding."
     return replace(split(axis, [(found, parts)]), notes=(*graph.notes, done))
+
+
+def counts(graph: Graph, resized: Resized) -> list[int]:
+    """Into how many parts head and loss may be split; none where that saves nothing, or examples are coupled there."""
+    try:
+        return rungs(resized.examples) if _head(axis_of(merged(graph), resized)) else []
+    except Coupled:
+        return []
 
 
 def _head(axis: Axis) -> set[int]:
@@ -51,8 +61,9 @@ def _head(axis: Axis) -> set[int]:
 def _near_the_loss(axis: Axis, may: set[int]) -> set[int]:
     """The last ops of the forward with the examples in them: those that lead to the first ops of the backward."""
     graph = axis.graph
-    backward = [op for op in graph.ordinary if graph.ops[op].phase == "backward" and op in may][:2]
-    found, edge = set(), set(backward)
+    backward = [op for op in graph.ordinary if graph.ops[op].phase == "backward" and op in may][:NEAR]
+    found: set[int] = set()
+    edge = set(backward)
     for _ in range(NEAR):
         edge = {graph.maker[value] for op in edge for value in graph.reads[op]} - found - {-1}
         edge = {op for op in edge if graph.ops[op].phase == "forward"}

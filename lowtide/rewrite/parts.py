@@ -52,7 +52,40 @@ class _Writer:
         self.sums: dict[int, int] = {}  # value -> the sum so far
         self.wholes: dict[int, int] = {}  # value -> the whole so far
         self.totals: dict[int, int] = {}  # labelled loss -> what all labels weigh
+        self.over = self.overlays()  # value from outside -> the one that is written over it, slice by slice
         self.number = 0
+
+    def overlays(self) -> dict[int, int]:
+        """Results that may take the bytes of what the region reads last: equal in all but the contents."""
+        graph, found = self.graph, {}
+        last = {value: op for op in self.region.ops for value in graph.reads[op] if value not in self.region.roles}
+        free = {value for value, op in last.items() if self.consumed(value)}
+        for op in self.region.ops:
+            for made in graph.ops[op].outputs:
+                if made is None or self.region.roles.get(made) != "axis" or not self.wanted(made):
+                    continue
+                for value in graph.reads[op]:
+                    if value in free and last[value] == op and self.alike(value, made):
+                        found[value] = made
+                        free.discard(value)
+                        break
+        return found
+
+    def consumed(self, value: int) -> bool:
+        """Whether nobody reads a value of the step's own after the region."""
+        first, item = self.region.ops[0], self.graph.values[value]
+        readers = [op for op in self.graph.readers[value] if op not in self.inside]
+        own = item.storage not in self.graph.lasting_storages and value not in self.graph.required
+        return own and self.axis.dim(value) >= 0 and all(op < first for op in readers) and self.alone(item.storage)
+
+    def alone(self, storage: int) -> bool:
+        """Whether a storage holds one value only, ever."""
+        return sum(item.storage == storage for item in self.graph.values) == 1
+
+    def alike(self, one: int, other: int) -> bool:
+        mine, its = (self.graph.values[value] for value in (one, other))
+        same = (mine.dtype, mine.shape, mine.stride, mine.nbytes) == (its.dtype, its.shape, its.stride, its.nbytes)
+        return same and self.axis.outer(one) == self.axis.outer(other) and self.alone(its.storage)
 
     def write(self, parts: list[Span]) -> None:
         """Take the ops out, and write them once for each part."""
@@ -146,7 +179,12 @@ class _Writer:
     def join(self, op: int, value: int, span: Span, *, last: bool) -> None:
         """Write a slice into the whole."""
         item = self.graph.values[value]
-        if value not in self.wholes:
+        below = next((one for one, made in self.over.items() if made == value), None)
+        if value not in self.wholes and below is not None:
+            storage = self.graph.values[below].storage
+            self.editor.values[value] = replace(self.editor.values[value], storage=storage)
+            self.wholes[value] = below
+        elif value not in self.wholes:
             self.wholes[value] = self.content(value)
             dtype = ("dtype", Constant("dtype", item.dtype))
             args = (item.shape, item.stride)
@@ -162,7 +200,7 @@ class _Writer:
 
     def content(self, value: int) -> int:
         """A value for what the storage of another holds before."""
-        self.editor.values.append(self.graph.values[value])
+        self.editor.values.append(self.editor.values[value])
         return len(self.editor.values) - 1
 
     def argument(self, op: int, arg: Any, span: Span) -> Arg:
@@ -181,12 +219,13 @@ class _Writer:
         sized = self.axis.sized[value]
         assert sized is not None
         cut, outer = self.slice(value, span), self.axis.outer(value)
+        here = self.wholes.get(self.over.get(value, -1), value)  # what is left of it: later parts are as they were
         if outer == 1 and all(isinstance(step, int) for step in sized.stride):
-            return Read(value, self.views(cut, arg.chain, span))
+            return Read(here, self.views(cut, arg.chain, span))
         if value not in self.copies:  # its examples are not one after the other
             form = Constant("memory_format", "contiguous_format")
             self.copies[value] = self.simple(
-                op, "clone.default", (Read(value, cut),), self.graph.values[value], kwargs=(("memory_format", form),)
+                op, "clone.default", (Read(here, cut),), self.graph.values[value], kwargs=(("memory_format", form),)
             )
         whole = None if outer == 1 else self.editor.view(View(None, "aten.view.default", (_at(sized.shape, span),)))
         return Read(self.copies[value], self.views(whole, arg.chain, span))

@@ -13,7 +13,7 @@ from lowtide.aten import SEPARABLE
 from lowtide.graph import Graph, Op
 from lowtide.kernels import is_product
 from lowtide.resized import Resized
-from lowtide.rewrite.axis import Axis, Coupled
+from lowtide.rewrite.axis import PIECE, Axis, Coupled, axis_of
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.parts import split as in_parts
 from lowtide.rewrite.region import Region, region, splittable
@@ -26,7 +26,7 @@ def large_ops(graph: Graph, share: float, resized: Resized) -> Graph:
     """The graph with all ops in parts that need more than this share of what the largest one needs."""
     graph = _separated(graph, share)
     try:
-        axis = Axis(graph, resized)
+        axis = axis_of(graph, resized)
     except Coupled as error:
         return replace(graph, notes=(*graph.notes, f"no op is split: {error}."))
     may = splittable(axis)
@@ -82,9 +82,7 @@ def _with_neighbours(axis: Axis, op: int, may: set[int]) -> set[int]:
 
 
 def _only_for(graph: Graph, op: int, readers: set[int]) -> bool:
-    return all(
-        value not in graph.required and readers.issuperset(graph.readers[value]) for value in graph.makes[op]
-    )
+    return all(value not in graph.required and readers.issuperset(graph.readers[value]) for value in graph.makes[op])
 
 
 def _cheap(graph: Graph, op: int) -> bool:
@@ -121,5 +119,5 @@ def _masked(op: Op, place: int, mask: tuple[object, ...], step: int) -> Op:
     """The op that makes only these of its results."""
     outputs = tuple(value if asked else None for value, asked in zip(op.outputs, mask, strict=True))
     args = (*op.args[:place], mask, *op.args[place + 1 :])
-    name = op.name if step else f"{op.name}_weights"
+    name = op.name if step else f"{op.name}{PIECE}weights"
     return replace(op, name=name, args=args, outputs=outputs)  # type: ignore[arg-type]

@@ -46,8 +46,8 @@ def test_what_changes_nothing_was_not_applied() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no rewrite guess") as caught:
-        rewrite.apply(_pooling(), (Rewrite("guess"),))
+    with pytest.raises(UsageError, match=r"no rewrite shrink") as caught:
+        rewrite.apply(_pooling(), (Rewrite("shrink"),))
     assert "sizes, narrow" in caught.value.hint
 
 
