@@ -120,6 +120,8 @@ class Leave:
 
     allowed: Allowed = NOTHING
     resized: Resized | None = None  # None: the step can't be captured at other sizes
+    always: tuple[Rewrite, ...] = ()  # what is done whatever fits: the form that parameters and state have already
+    without: frozenset[str] = frozenset()  # what the manner of the step does not bear
 
     def __post_init__(self) -> None:
         missing = [name for name, _ in self.allowed.named if named(name) is None]
@@ -159,7 +161,7 @@ class Leave:
     def rungs(self, graph: Graph, name: str) -> list[Rewrite]:
         """A technique with the settings to try, the mildest first; nothing where it is not allowed, or not there."""
         one = named(name)
-        if one is None or name not in self.allowed:
+        if one is None or name not in self.allowed or name in self.without:
             return []
         said = self.allowed.setting(name)
         settings = one.settings(graph, self.resized)
@@ -167,7 +169,7 @@ class Leave:
 
     def apply(self, graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
         """The graph after these passes and all that keep every bit."""
-        return apply(graph, (*EXACT, *rewrites), self.resized)
+        return apply(graph, (*EXACT, *self.always, *rewrites), self.resized)
 
 
 EXACTLY = Leave()

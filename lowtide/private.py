@@ -66,6 +66,9 @@ try:
     without_dispatch = torch._C._DisableTorchDispatch
     # A stand-in takes the place of a parameter in the caller's own object, and gives it back.
     swap_tensor_impl = torch._C._swap_tensor_impl
+    # A tensor that stands for others, without memory of its own; its calls come to us below autograd only.
+    wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    without_torch_function = torch._C._disabled_torch_function_impl
     # The node of autograd whose backward runs now, or None: tells backward from forward.
     current_node = torch._C._current_autograd_node
     # Autograd's engine: torch.autograd.grad would check every root again at each cell of a scan.
@@ -96,6 +99,11 @@ except (ImportError, AttributeError) as error:
     raise _refusal(f"which has changed inside ({error})") from error
 
 ACCUMULATES = 2**64 - 1  # the sequence number of the nodes that add to a parameter's gradient
+
+
+def as_parameter(tensor: torch.Tensor) -> None:
+    """Let a tensor of another class count as a parameter: isinstance(tensor, torch.nn.Parameter) asks for this."""
+    tensor._is_param = True
 
 
 def sequence_number(node: Any) -> int:

@@ -24,6 +24,7 @@ Setting = None | bool | int | float | str
 ROUNDING = ("chunks", "chunked-loss", "split", "microbatch")  # what the tier "rounding" allows
 # What the tier "lossy" allows besides, in the order in which it is taken: each only where no plan without it fits.
 LOSSY_ORDER = ("input8", "activations16", "weights16", "state8", "activations8", "batch-statistics", "sparse")
+FORMS = frozenset({"sparse", "weights16", "state8"})  # of these, what changes how the caller's tensors are stored
 BY_NAME = ("activations4",)  # lossy ones that no tier allows
 TIERS: tuple[Exactness, ...] = ("rounding", "lossy")
 

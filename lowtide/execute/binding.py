@@ -17,7 +17,10 @@ from lowtide.execute.batch import Batch, is_settled, key_of
 from lowtide.execute.effects import repeat
 from lowtide.execute.stale import StaleError
 from lowtide.execute.tensors import Slots, States
+from lowtide.execute.wholes import Wholes
+from lowtide.forms import is_part
 from lowtide.guards import APPLY, MISSING, Change, Comparison, Entry, Place
+from lowtide.packed import plain
 from lowtide.watch import Watcher, same
 from lowtide.watch.quick import Quick
 
@@ -50,7 +53,7 @@ class Binding:
         self.number_kinds = [type(place.get()) for place in captured.guards.numbers]
         self.drawn: list[Any] = []
         self.told = False  # the step's effects and new buffers are there before its end
-        self.slots, self.states = Slots(captured), States(captured)
+        self.slots, self.states, self.wholes = Slots(captured), States(captured), Wholes(captured)
         self.optimizers = captured.optimizers
         self.options: _Options | None = None  # as they were when they were last looked at
         self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]
@@ -62,6 +65,8 @@ class Binding:
         self.moving: list[tuple[int, str, Any, Any]] = []  # inputs that are others, or may be
         for number, item in enumerate(graph.inputs):
             kind, path = graph.values[item.value].kind, item.path
+            if is_part(graph, item):
+                continue
             if kind in ("parameter", "buffer") and path[0] not in self.slots.rebound:
                 self.fixed.append((number, captured.slots[str(path[0])]))
             elif kind == "constant":
@@ -103,8 +108,10 @@ class Binding:
 
     def inputs(self, leaves: list[Any]) -> list[Any]:
         """The tensors and numbers of this call."""
+        self.wholes.settle()
         found = self.hold()
         self.states.put(found)
+        self.wholes.put(found)
         self.fill(found, leaves)
         return found
 
@@ -118,9 +125,11 @@ class Binding:
 
     def fill(self, found: list[Any], leaves: list[Any]) -> None:
         """Put the inputs into their places that may be others at every step."""
+        for path in self.wholes.batch:
+            self.wholes.put_batch(found, path, leaves[self.leaf_paths.index(path)])
         for number, kind, place, key in self.moving:
             if kind == "batch":
-                found[number] = leaves[place]
+                found[number] = plain(leaves[place])
             elif kind == "buffer":
                 found[number] = place.holder[place.key]
             elif kind == "gradient":

@@ -13,6 +13,8 @@ import torch
 from lowtide import private
 from lowtide.captured import Captured, Slot
 from lowtide.execute.stale import StaleError
+from lowtide.execute.wholes import Wholes
+from lowtide.forms import is_part
 from lowtide.guards import Entry, Names, Place
 from lowtide.watch.memory import Span, overlap, spans
 from lowtide.watch.quick import Quick
@@ -26,7 +28,8 @@ class Slots:
         self.captured = captured
         rebound = {str(output.path[0]) for output in captured.graph.outputs if output.role == "buffer"}
         self.rebound = [name for name in captured.slots if name in rebound]  # the step leaves others at each time
-        self.steady = [name for name in captured.slots if name not in rebound]
+        self.in_parts = [name for name in captured.slots if name in Wholes(captured).names]
+        self.steady = [name for name in captured.slots if name not in rebound and name not in self.in_parts]
         self._kinds = {name: kind_of(slot.holder[slot.key]) for name, slot in captured.slots.items()}
         self._spans: list[Span] = []  # of those that are steady
         self._watched: tuple[Quick, Rows] | None = None
@@ -34,6 +37,8 @@ class Slots:
     def check(self) -> bool:
         """Raise a StaleError where the program does not fit them; says whether others may be there than before."""
         same = self._watched is not None and all(one.same() for one in self._watched)
+        for name in self.in_parts:
+            self._look(name)
         if same and not self.rebound:
             return False
         steady = {} if same else {name: self._look(name) for name in self.steady}
@@ -87,7 +92,7 @@ class States:
         self._inputs = [
             (place, value, str(item.path[0]), str(item.path[1]))
             for place, item in enumerate(graph.inputs)
-            if (value := graph.values[item.value]).kind == "state"
+            if (value := graph.values[item.value]).kind == "state" and not is_part(graph, item)
         ]
         self._kinds: list[tuple[Any, ...]] | None = None  # known when the state is there
         self._watched: list[State] | None = None

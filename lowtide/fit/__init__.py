@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lowtide import report
@@ -13,6 +14,7 @@ from lowtide.changes import Changes
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.execute import Batch, Key, StaleError
+from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
@@ -131,6 +133,23 @@ class Fitted:
     def mismatches(self) -> int:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
+
+    def pack(self, *batch: Any) -> tuple[Any, ...]:
+        """The batch as the step holds it: as bytes with `input8`, so that nobody need keep the floats, or as it is."""
+        return forms.packed_batch(self.captured.graph, batch)
+
+    def dense(self) -> AbstractContextManager[Any]:
+        """A context with the plain model, as for an evaluation; says the bytes, and packs again what changed."""
+        return forms.dense(self._request.model, self._request.say)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is there in parts: with the state_dict of model and optimizer, a run goes on to the bit."""
+        return forms.state_of(self._request.model, self._request.optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned, once a step has put model and optimizer into parts."""
+        self._latest.runner.binding.wholes.settle()
+        forms.load_state(self._request.model, self._request.optimizer, state)
 
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""

@@ -25,7 +25,7 @@ from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
-from lowtide.rewrites import exactness
+from lowtide.rewrites import FORMS, exactness
 from lowtide.verify.gradient import with_errors
 
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
@@ -75,7 +75,7 @@ class Maker:
         """The step for batches like this one; from a similar one, if one is known, where that can be."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = Leave(self._request.allowed, self._resized(captured.graph, batch, numbers))
+        leave = self._leave(captured.graph, batch, numbers, known)
         if known is None and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
@@ -146,6 +146,13 @@ class Maker:
             if not numbers:
                 raise
             return self._manner.capture(self._request, batch, ())
+
+    def _leave(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Fit | None) -> Leave:
+        """What may be done to the step; parameters and state keep the form that a step has put them into."""
+        before = () if known is None else known.plan.rewrites
+        always = tuple(one for one in before if one.name in FORMS)
+        without = frozenset[str]() if self._manner.lasting else FORMS
+        return Leave(self._request.allowed, self._resized(graph, batch, numbers), always, without)
 
     def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
         """The step at other sizes, where it is known what an example is."""

@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, grouped
+from lowtide.kernels import blocks, forms, grouped
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -68,7 +68,7 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(builtins if name in EXTREMES else operator, name)
-    return own(target) or bare_kernel(overload(target))
+    return own(target) or forms.called(target) or bare_kernel(overload(target))
 
 
 def returns_one(target: str) -> bool:

@@ -68,7 +68,7 @@ class Shapes:
         args = [self.argument(arg) for arg in op.args]
         kwargs = {key: self.argument(arg) for key, arg in op.kwargs}
         results = overload(op.target)(*args, **kwargs)
-        return [_form(result) for result in ([results] if returns_one(op.target) else results)]
+        return [_form(result) for result in ([results] if returns_one(op.target) else results or ())]
 
 
 def _form(result: Any) -> Form | None:

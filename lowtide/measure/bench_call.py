@@ -54,7 +54,7 @@ class Call:
 
     def results(self, returned: Any) -> list[Any]:
         """What was returned, one entry for each output of the op."""
-        return [returned] if self.single else list(returned)
+        return [returned] if self.single else list(returned or ())
 
     def _make(self, item: Any) -> Any:
         if item == "scalar":

@@ -18,6 +18,7 @@ from lowtide.rewrite import activations, statistics
 from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
+from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
 from lowtide.rewrite.microbatch import microbatch
@@ -25,7 +26,11 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrite.sparse import DENSITY, sparse
 from lowtide.rewrite.split import large_ops, shares
+from lowtide.rewrite.state8 import state8
+from lowtide.rewrite.updates import fused
+from lowtide.rewrite.weights16 import weights16
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
 __all__ = [
@@ -76,6 +81,11 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True, alone=True),
     Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
+    Pass("input8", "lossy", input8),
+    Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
+    Pass("weights16", "lossy", weights16),
+    Pass("state8", "lossy", state8),
+    Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
@@ -84,7 +94,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("offload", "bitwise", may_wait),
     Pass("homes", "bitwise", moved_out),
 )
-EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "sizes", "narrow"))  # what is always done
+EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "updates", "sizes", "narrow"))  # what is always done
 
 
 @dataclass(frozen=True)

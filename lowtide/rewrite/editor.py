@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lowtide.graph import Alternative, Arg, Graph, Op, Read, Value, View, waits
 from lowtide.kernels.shapes import Shapes
@@ -31,6 +32,8 @@ class Editor:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.values, self.views = list(graph.values), list(graph.views)
+        self.inputs, self.outputs = list(graph.inputs), list(graph.outputs)
+        self.released: set[int] = set()  # values that the caller held, and that end with their last reader now
         self.placed = {op: Placed((op, -1, 0), op, graph.ops[op]) for op in graph.ordinary}  # by number
         self.optional = [op for op in graph.ops if op.optional]
         self.alternatives = list(graph.alternatives)
@@ -81,6 +84,8 @@ class Editor:
             self.graph,
             ops=(*(self.placed[op].op for op in self.graph.ordinary), *self.optional),
             values=tuple(self.values),
+            inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
             views=tuple(self.views),
             alternatives=tuple(self.alternatives),
         )
@@ -91,31 +96,40 @@ class Editor:
             raise ValueError("ops are taken out of a graph and put into it before it gets optional ones")
         placed = _in_order(sorted(self.placed.values(), key=lambda item: item.key))
         ops = [item.op for item in placed]
-        last = {item.origin: number for number, item in enumerate(placed)}
+        last = _last_of_each(placed, len(self.graph.ops))
         ends = dict.fromkeys(range(len(self.values)), -1)  # the last op that makes or reads each value
         for number, op in enumerate(ops):
             ends.update(dict.fromkeys((*op.makes, *op.reads), number))
-        there = {item.value for item in self.graph.inputs}.union(*(op.makes for op in ops))
+        there = {item.value for item in self.inputs}.union(*(op.makes for op in ops))
         numbers = {old: new for new, old in enumerate(sorted(there))}
         return replace(
             self.graph,
             ops=tuple(_renumbered(op, numbers) for op in ops),
             values=tuple(self._ending(value, ends[value], last) for value in numbers),
-            inputs=tuple(replace(item, value=numbers[item.value]) for item in self.graph.inputs),
-            outputs=tuple(replace(item, value=numbers[item.value]) for item in self.graph.outputs),
+            inputs=tuple(replace(item, value=numbers[item.value]) for item in self.inputs),
+            outputs=tuple(replace(item, value=numbers[item.value]) for item in self.outputs),
             views=tuple(replace(view, args=_arguments(view.args, numbers)) for view in self.views),
         )
 
-    def _ending(self, value: int, end: int, last: dict[int, int]) -> Value:
+    def _ending(self, value: int, end: int, last: list[int]) -> Value:
         """A value that is let go of after the same op as before, or after its last reader if it is new."""
         item = self.values[value]
-        if value < len(self.graph.values):
+        if value < len(self.graph.values) and value not in self.released:
             end = -1 if item.eager_end < 0 else max(end, last[item.eager_end])
         return replace(item, eager_end=end)
 
     def row(self, alternative: Alternative) -> None:
         """Add a way to be without a value for a while."""
         self.alternatives.append(alternative)
+
+
+def _last_of_each(placed: list[Placed], count: int) -> list[int]:
+    """For each op of the old graph the last that does a part of it, or of those before it where it was taken out."""
+    last = [-1] * count
+    for number, item in enumerate(placed):
+        last[item.origin] = number
+    before = accumulate(last, max)
+    return [number if number >= 0 else earlier for number, earlier in zip(last, before, strict=True)]
 
 
 def _in_order(placed: list[Placed]) -> list[Placed]:

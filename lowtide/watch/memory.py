@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from lowtide.packed import Packed
+
 Span = tuple[int, int, str]  # the first byte of a tensor, the one behind its last, and its name
 
 
@@ -24,7 +26,7 @@ def overlap(found: Iterable[Span]) -> tuple[str, str] | None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "meta" and tensor.layout is torch.strided
+    return tensor.device.type != "meta" and tensor.layout is torch.strided and not isinstance(tensor, Packed)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

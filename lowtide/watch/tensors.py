@@ -16,6 +16,7 @@ import torch
 
 from lowtide import native, private
 from lowtide.allocator.build import torch_build, torch_flags
+from lowtide.packed import kind
 
 SOURCE = Path(__file__).with_name("tensors.cpp")
 PLAIN = 6  # numbers of a row beside the words of the object, sizes and strides
@@ -29,7 +30,7 @@ SIGNATURES: native.Signatures = {
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must not change between steps, wherever a tensor lies."""
-    return type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
+    return kind(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class Rows:

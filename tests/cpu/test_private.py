@@ -100,6 +100,23 @@ def test_the_tensor_behind_an_object_is_swapped_and_back() -> None:
     assert (one.data_ptr(), one.requires_grad) == (place, True)
 
 
+@canary("wrapper_subclass", "without_torch_function", "as_parameter", does="lets a tensor stand for its parts")
+def test_a_tensor_without_memory_has_its_calls_come_to_us_and_may_be_a_parameter() -> None:
+    class Told(torch.Tensor):
+        __torch_function__ = private.without_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(torch.full((2, 3), 4.0), *args[1:], **(kwargs or {}))
+
+    made = private.wrapper_subclass(Told, (2, 3), strides=(3, 1), dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(made + 1, torch.full((2, 3), 5.0))
+    assert type(made + 1) is torch.Tensor
+    assert not isinstance(made, torch.nn.Parameter)
+    private.as_parameter(made)
+    assert isinstance(made, torch.nn.Parameter)
+
+
 @canary("is_traceable_wrapper_subclass", does="knows tensor subclasses that stand for other tensors, to refuse them")
 def test_wrappers_are_told_from_plain_tensors() -> None:
     from torch.testing._internal.two_tensor import TwoTensor

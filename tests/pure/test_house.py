@@ -18,6 +18,7 @@ PACKAGE = "lowtide"
 NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", "errors", "files", "tree"} | {
     "captured",
     "resized",
+    "forms",
     "guards",
     "changes",
     "sizes",
@@ -26,7 +27,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "aten",
     "game",
 }
-INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "private", "recompute", "watch"}
+INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "packed", "private", "recompute", "watch"}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
