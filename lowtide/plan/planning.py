@@ -232,7 +232,8 @@ class Planning:
         lead = self._lead(budget, bound)
         program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
         if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
-            until = min(time.monotonic() + self.time_limit / 2, begun + 1.5 * self.time_limit)
+            now = time.monotonic()  # where the search took longer than it should, the bound gets less
+            until = max(now + self.time_limit / 8, min(now + self.time_limit / 2, begun + 1.5 * self.time_limit))
             bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
 
