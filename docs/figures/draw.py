@@ -6,17 +6,20 @@ Costs are estimated (roofline), so every machine draws the same figures; tests/g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import lowtide
 from lowtide import report
-from lowtide.report import curve as curves
 from lowtide.lifetimes import BEFORE, lifetimes
 from lowtide.models import build
-from lowtide.plan import curve
+from lowtide.plan import curve, layout, pebble, planning, recompute
 from lowtide.program import Run
+from lowtide.report import curve as curves
 from lowtide.rewrite import with_narrow
 
 FOLDER = Path(__file__).parent
@@ -178,11 +181,15 @@ def draw_frontier(step: Planned) -> None:
 
 
 def draw_all() -> None:
-    """Write every figure."""
-    step = Planned()
-    draw_memory(step)
-    draw_arena(step)
-    draw_frontier(step)
+    """Write every figure; the planner's clock stands still, so that a busy machine draws the same."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    with ExitStack() as stack:
+        for room in (layout, pebble, planning, recompute):
+            stack.enter_context(mock.patch.object(room, "time", clock))
+        step = Planned()
+        draw_memory(step)
+        draw_arena(step)
+        draw_frontier(step)
 
 
 if __name__ == "__main__":

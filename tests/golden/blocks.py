@@ -4,6 +4,7 @@
 - A block ```` ```console ```` holds commands, each behind `$ `, and under each what it prints.
 - `… s` in shown output stands for a time that the clock gives, in any unit (`0.3 s`, `41.3 ms`), and for nothing else: bytes
   are never left out so. A line `[…]` stands for lines that are left out, and is seen by the reader.
+- A console block with `needs="name"` is run where lowtide has a door or a command of that name.
 - `pip` and `make` are not run: other tests install lowtide, and what make is asked for is a target of the Makefile.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"^( *)```(\w*)(.*?)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]+)"')
+NEEDS = re.compile(r'needs="([^"]+)"')
 CLOCK, CUT = "… s", "[…]"
 TIME = r"[\d.]+ (?:ns|µs|ms|s|min)"
 
@@ -31,6 +33,7 @@ class Block:
 
     language: str
     title: str | None
+    needs: str | None  # a door or a command without which it can't be run
     text: str  # without the indentation of the fence
     indent: str
     start: int  # of its text in the file
@@ -48,9 +51,10 @@ class Command:
 def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks of a page, in order."""
     for found in FENCE.finditer(page):
-        title = TITLE.search(found[3])
+        title, needs = TITLE.search(found[3]), NEEDS.search(found[3])
         text = re.sub(rf"^{found[1]}", "", found[4], flags=re.MULTILINE)
-        yield Block(found[2], title[1] if title else None, text, found[1], found.start(4), found.end(4))
+        names = (title[1] if title else None, needs[1] if needs else None)
+        yield Block(found[2], *names, text, found[1], found.start(4), found.end(4))
 
 
 def commands(block: Block) -> list[Command]:

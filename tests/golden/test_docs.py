@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,15 +18,16 @@ import pytest
 from blocks import Block, blocks, commands, matches, run
 from typer.testing import CliRunner
 
+import lowtide
 from lowtide.cli import app
 from lowtide.plan import layout, pebble, planning, recompute
+from lowtide.rewrite import PASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "decisions" not in page.parts)]
 PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
 WORDS = 600  # that the README may have
-LONG = {"README.md", "wrap.md", "fit.md"}  # pages whose programs measure ops
 
 
 def names(page: Path) -> str:
@@ -68,11 +70,16 @@ def test_commands_print_what_is_shown(page: Path, tmp_path: Path, request: pytes
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     environment = {**os.environ, **PLAIN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     update = request.config.getoption("--update-golden", default=False)
-    pieces, last, wrong = [], 0, []
+    known = {*lowtide.__all__, *(command.callback.__name__ for command in app.registered_commands if command.callback)}
+    known |= {command.name for command in app.registered_commands if command.name}
+    pieces, last, wrong, missing = [], 0, [], []
     for block in blocks(text):
         if block.title is not None and block.language == "python":
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
         if block.language != "console":
+            continue
+        if block.needs is not None and block.needs not in known:
+            missing.append(block.needs)
             continue
         rows = []
         for command in commands(block):
@@ -90,6 +97,31 @@ def test_commands_print_what_is_shown(page: Path, tmp_path: Path, request: pytes
         page.write_text("".join(pieces) + text[last:], encoding="utf-8")
         return
     assert not wrong, "\n\n".join(wrong)
+    if missing:
+        pytest.skip(f"lowtide has no {', '.join(missing)} here")
+
+
+def test_the_worked_example_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks((DOCS / "add-a-technique.md").read_text(encoding="utf-8")):
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = runpy.run_path(str(tmp_path / "test_forget_cheap.py"))
+    tests = [test for name, test in found.items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for test in tests:
+        test()
+    for name in ("forget_cheap", "measure"):
+        sys.modules.pop(name, None)
+
+
+def test_every_rewrite_is_on_the_page_of_techniques() -> None:
+    page = (DOCS / "techniques.md").read_text(encoding="utf-8")
+    said = {"updates"}  # fuses the updates of what is stored otherwise: a part of these
+    for one in PASSES:
+        assert one.name in said or f"`{one.name}`" in page, one.name
+        section = page[page.index(f"## {one.exactness.capitalize()}") :].split("\n## ")[0]
+        assert one.name in said or f"`{one.name}`" in section, f"{one.name} is {one.exactness}"
 
 
 def test_the_readme_is_short() -> None:
@@ -104,7 +136,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-@pytest.mark.usefixtures("still")
 def test_figures_are_what_lowtide_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -117,12 +148,10 @@ def test_figures_are_what_lowtide_draws(
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs_material_extensions" if False else "material")
-    from subprocess import run as call
-
+    pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DISABLE_MKDOCS_2_WARNING": "true"}
-    done = call(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.strip() == ""
     pages = list((tmp_path / "site").rglob("*.html"))
