@@ -67,7 +67,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench guards
 
 docs: .venv/ready  ## Build the docs as a site, in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: .venv/ready  ## Draw the figures of the docs anew
 	$(BIN)/python docs/figures/draw.py

@@ -123,7 +123,9 @@ def draw_memory(step: Planned) -> None:
         first = next(found.starts[stretch.start] for stretch in found.phases if stretch.phase == phase)
         picture.words(picture.x(first), picture.height - 22, phase)
     more = report.show_overhead(step.plan.overhead)
-    picture.words(WIDTH - RIGHT, picture.height - 6, f"time; the plan takes {more} more by estimated costs", anchor="end")
+    picture.words(
+        WIDTH - RIGHT, picture.height - 6, f"time; the plan takes {more} more by estimated costs", anchor="end"
+    )
     picture.save("memory.svg")
 
 
