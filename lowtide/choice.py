@@ -87,7 +87,10 @@ class Offload:
     def refuse(self, *, planned: bool) -> None:
         """Raise where the words do not go together; a plan from before says itself what goes where."""
         if planned and self.place is not None:
-            raise UsageError("a saved plan has its own offload settings.", hint="leave out offload, or give a budget in place of the plan.")
+            raise UsageError(
+                "a saved plan has its own offload settings.",
+                hint="leave out offload, or give a budget in place of the plan.",
+            )
         unused = self.budget is not None or (self.folder is not None and not planned)
         if self.place is None and unused:
             raise UsageError(

@@ -2,8 +2,8 @@
 
 - A block ```` ```python title="name.py" ```` is a file of that name.
 - A block ```` ```console ```` holds commands, each behind `$ `, and under each what it prints.
-- `… s` in shown output stands for a time that the clock gives, in any unit (`0.3 s`, `41.3 ms`), and for nothing else: bytes
-  are never left out so. A line `[…]` stands for lines that are left out, and is seen by the reader.
+- `… s` in shown output stands for a time that the clock gives, in any unit (`0.3 s`, `41.3 ms`), and for nothing else:
+  bytes are never left out so. A line `[…]` stands for lines that are left out, and is seen by the reader.
 - A console block with `needs="name"` is run where lowtide has a door or a command of that name.
 - `pip` and `make` are not run: other tests install lowtide, and what make is asked for is a target of the Makefile.
 """

@@ -1,6 +1,6 @@
 """README and docs: every command that they show is run, and prints what is shown; figures and links are what they say.
 
-`pytest tests/golden/test_docs.py --update-golden` writes outputs and figures anew; times are then to be put back to `…`.
+`pytest tests/golden/test_docs.py --update-golden` writes outputs and figures anew; times are then put back to `… s`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ def names(page: Path) -> str:
 
 
 @pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's clock stands still: its searches end by their work, on a slow machine too."""
     clock = SimpleNamespace(monotonic=lambda: 0.0)
     for room in (layout, pebble, planning, recompute):
         monkeypatch.setattr(room, "time", clock)
-    yield
 
 
 def in_process(arguments: list[str], folder: Path, environment: Mapping[str, str]) -> str:
