@@ -123,13 +123,13 @@ def _refuse_calls(
         if plan is not None:
             raise UsageError("a saved plan has its own budget.", hint="pass --plan or --budget, not both.")
     if eager and (budget is not None or plan is not None):
-        raise UsageError("--eager trains without a budget.", hint="leave out --eager, or --budget and --plan.")
+        raise UsageError("eager PyTorch keeps to no budget.", hint="leave out --eager, or --budget and --plan.")
     if eager and asked != Offload():
-        raise UsageError("--eager trains without offload.", hint="leave out --eager or --offload.")
+        raise UsageError("eager PyTorch offloads nothing.", hint="leave out --eager or --offload.")
     if eager and rounding:
         raise UsageError("eager PyTorch is as it is.", hint="leave out --eager or --rounding.")
     if save is None and (every is not None or force):
-        raise UsageError("--every or --force is given without --save.", hint="add --save FILE, or leave them out.")
+        raise UsageError("nothing is saved.", hint="--every and --force go with --save FILE.")
     again = resume is not None and save is not None and save.resolve() == resume.resolve()
     if save is not None and save.exists() and not again and not force:
         raise UsageError(f"{save} exists already.", hint=f"--resume {save} goes on with it, --force overwrites it.")

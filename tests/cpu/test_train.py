@@ -371,10 +371,10 @@ def test_a_checkpoint_of_another_model_is_refused(file: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--eager", "--budget", "50%"], "--eager trains without a budget"),
-        (["--eager", "--plan", "x"], "--eager trains without a budget"),
-        (["--every", "3"], "without --save"),
-        (["--force"], "without --save"),
+        (["--eager", "--budget", "50%"], "eager PyTorch keeps to no budget"),
+        (["--eager", "--plan", "x"], "eager PyTorch keeps to no budget"),
+        (["--every", "3"], "nothing is saved"),
+        (["--force"], "nothing is saved"),
         (["--save", "here.pt"], "here.pt exists already"),
         (["--save", "here.pt", "--resume", "other.pt"], "here.pt exists already"),
         (["--budget", "much"], "'much' is no budget"),
