@@ -11,11 +11,11 @@ from lowtide import device as devices
 from lowtide.aten import RECURRENT
 from lowtide.budget import read_budget
 from lowtide.check import check
-from lowtide.costs import Costs
+from lowtide.costs import Costs, lanes
 from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
-from lowtide.plan import as_eager
+from lowtide.plan import as_eager, least
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
@@ -28,6 +28,8 @@ AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own pr
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+
+Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Away:
     place: Place
     most: int | None = None  # bytes that may be there; None: no limit
     lasting: bool = True  # whether state and parameters may live there
+
+    @staticmethod
+    def nearest(device: str, *, lasting: bool = True) -> Away | None:
+        """The place that can be asked for first, if this device has any."""
+        place = next(iter(devices.of(device).stores), None)
+        return None if place is None else Away(place, lasting=lasting)
 
     def rewrites(self, homes: int = 0) -> tuple[Rewrite, ...]:
         """The passes that allow it, with state and parameters of so many bytes out of the device."""
@@ -129,18 +137,24 @@ def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Calla
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     *,
     rounding: bool,
     away: Away | None = None,
+    could: Away | None = None,
 ) -> Choice:
     """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
 
     `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
-    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
+    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
+    error says what would fit if there were a place to go to that is only named (`could`).
     """
     if away is None:
-        return _choose(graph, price, search, rounding=rounding)
+        try:
+            return _choose(graph, price, search, rounding=rounding)
+        except BudgetError as error:
+            raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
+    rungs = away.homes(graph)
     try:
         best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites())
     except BudgetError as failure:
@@ -148,10 +162,10 @@ def choose(
     if best is not None and best.plan.overhead <= WORTH:
         return best
     # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
-    rungs = away.homes(graph)
+    part = 1 / max(1, len(rungs))
     for homes in rungs if best is not None else reversed(rungs):
         try:
-            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes))
+            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes), part=part)
         except BudgetError as failure:
             if best is not None:
                 break
@@ -167,10 +181,11 @@ def choose(
 def _choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     *,
     rounding: bool,
     besides: tuple[Rewrite, ...] = (),
+    part: float = 1.0,
 ) -> Choice:
     """The quickest plan of a captured graph, whole or with layers cut in time, with these passes besides."""
     best: Choice | None = None
@@ -184,7 +199,7 @@ def _choose(
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             continue  # slower, even if nothing runs twice
         try:
-            found = replace(search(candidate, costs, eager), rewrites=rewritten.rewrites)
+            found = replace(search(candidate, costs, eager, part), rewrites=rewritten.rewrites)
         except BudgetError as error:
             if not rounding:
                 if not _helps(graph, candidate, costs):
@@ -202,6 +217,23 @@ def _choose(
         assert failure is not None
         raise failure
     return best
+
+
+def _hinting(error: BudgetError, graph: Graph, price: Callable[[Graph], Costs], could: Away) -> BudgetError:
+    """The same error; where less would do with offload, its hint says so."""
+    device = devices.of(graph.device)
+    elsewhere = apply(graph, (*EXACT, *could.rewrites(max(could.homes(graph), default=0)))).graph
+    known = price(apply(graph, EXACT).graph)  # of the same ops and values
+    # How quick the place is does not matter to the least peak.
+    costs = replace(known, graph=elsewhere.fingerprint, lanes=lanes([(could.place, 1e9)]), staging=device.staging)
+    try:
+        found = least(elsewhere, costs).peak
+    except UsageError:  # there is no compiler
+        return error
+    if error.least is not None and found >= error.least:
+        return error
+    more = f'with offload="{could.place}" (--offload {could.place}) {found:,} bytes can be planned'
+    return BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least)
 
 
 def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:

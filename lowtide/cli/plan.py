@@ -94,10 +94,10 @@ def plan(
     def price(graph: Graph) -> Costs:
         return costs_of(graph, costs, offload_dir)
 
-    def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
         nbytes = read_budget(budget or "", persistent=found.persistent(graph), eager_peak=eager_peak)
         with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
+            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
             return planning.within(nbytes, method)
 
@@ -105,7 +105,8 @@ def plan(
     if load is not None:
         chosen = given(load, captured.graph, price, rounding=rounding)
     else:
-        chosen = choose(captured.graph, price, search, rounding=rounding, away=away)
+        could = Away.nearest(captured.graph.device) if method == BEST else None
+        chosen = choose(captured.graph, price, search, rounding=rounding, away=away, could=could)
     graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None

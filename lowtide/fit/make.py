@@ -11,14 +11,14 @@ from lowtide import report
 from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Choice, choose, eager_peak, given, judged
+from lowtide.choice import ELSEWHERE, FREE, Away, Choice, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
-from lowtide.execute import Batch, Runner, execute
+from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import correct, measure, roofline, with_lanes
+from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
@@ -77,6 +77,7 @@ class Maker:
                 self._search,
                 rounding=self._request.rounding,
                 away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+                could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
@@ -93,13 +94,24 @@ class Maker:
         return made
 
     def correct(self, fit: Fit) -> bool:
-        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
+        """Once the ops or copies of a step were timed in it: let later plans know; whether that is done."""
+        if fit.runner.program.copies:
+            return self._correct_lanes(fit)
         seconds = fit.runner.timings.ops
         if seconds is None:
             return False
         left = allowance()
         if fit.costs.origin == "measured" and (left is None or left > SPARE):
             correct(fit.runner.captured.graph, fit.costs, seconds)
+        return True
+
+    def _correct_lanes(self, fit: Fit) -> bool:
+        steps = fit.runner.away.transfers
+        if len(steps) < REMEMBERED:
+            return False
+        if fit.costs.origin == "measured":
+            for place in dict.fromkeys(one.place for step in steps for one in step):
+                correct_lanes(fit.runner.device, place, steps, folder=self._request.offload_dir)
         return True
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
@@ -138,11 +150,11 @@ class Maker:
         found = replace(found, rewrites=rewritten.rewrites)
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
-    def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
         if self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
+        return plan(graph, costs, self.budget, time_limit=part * self._request.time_limit)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
