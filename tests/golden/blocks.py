@@ -67,17 +67,13 @@ def commands(block: Block) -> list[Command]:
 def matches(shown: str, printed: str) -> bool:
     """Whether what is shown stands for what was printed."""
     pattern = []
-    for line in shown.rstrip("\n").splitlines(keepends=True):
+    lines = shown.rstrip("\n").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         if line.strip() == CUT:
-            pattern.append(r"(?:.*\n)+?")
-            continue
-        parts = [re.escape(part) for part in line.split(CLOCK)]
-        pattern.append(TIME.join(parts))
-    text = printed.rstrip("\n")
-    ending = r"(?:.*\n?)+" if shown.rstrip("\n").splitlines()[-1:] == [CUT] else ""
-    if ending:
-        pattern[-1] = ending
-    return re.fullmatch("".join(pattern), text) is not None
+            pattern.append(r"[\s\S]+" if number == len(lines) else r"(?:.*\n)+?")
+        else:
+            pattern.append(TIME.join(re.escape(part) for part in line.split(CLOCK)))
+    return re.fullmatch("".join(pattern), printed.rstrip("\n")) is not None
 
 
 def run(line: str, folder: Path, lowtide: Lowtide, environment: Mapping[str, str], makefile: str) -> str | None:

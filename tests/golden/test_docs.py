@@ -123,6 +123,25 @@ def test_every_rewrite_is_on_the_page_of_techniques() -> None:
         assert one.name in said or f"`{one.name}`" in section, f"{one.name} is {one.exactness}"
 
 
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("in … s, 5 B", "in 0.3 s, 5 B", True),
+        ("in … s, 5 B", "in 41.3 ms, 5 B", True),
+        ("in … s, 5 B", "in 41.3 ms, 6 B", False),
+        ("in … s", "in 41.3 KiB", False),
+        ("a\n[…]\nd", "a\nb\nc\nd", True),
+        ("a\n[…]\nd", "a\nb\nc\ne", False),
+        ("a\n[…]", "a\nb\nc", True),
+        ("a\n[…]", "b\nc", False),
+        ("a", "a\nb", False),
+        ("", "a", False),
+    ],
+)
+def test_what_may_be_left_out(shown: str, printed: str, same: bool) -> None:
+    assert matches(f"{shown}\n", f"{printed}\n") is same
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= WORDS
 
