@@ -51,8 +51,8 @@ def leaves_torch(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> 
 
 
 def keeps_a_tensor(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss = plain(net, optimizer, x, y)
-    net.last = loss.detach()
+    loss = plain(net, optimizer, x + net.last, y)
+    net.last = x.mean()
     return loss
 
 
