@@ -17,8 +17,8 @@ ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together c
 # torch's classes of modules, by their names: they are recognised without importing what may not be there.
 MODULES: Mapping[str, tuple[str, str]] = {
     "DistributedDataParallel": (
-        "that class averages gradients between processes with hooks that a captured step does not have, so the ranks would "
-        "drift apart in silence",
+        "that class averages gradients between processes with hooks that a captured step does not have, so the ranks "
+        "would drift apart in silence",
         f"{ONE_PROCESS}. Give the model without DistributedDataParallel around it.",
     ),
     "FullyShardedDataParallel": (

@@ -67,7 +67,8 @@ def shown_commands(page: Path) -> Iterator[tuple[Block, str]]:
 def test_commands_print_what_is_shown(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = page.read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    environment = {**os.environ, **PLAIN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    here = str(Path(lowtide.__file__).parents[1])
+    environment = {**os.environ, **PLAIN, "PYTHONPATH": here, "OMP_NUM_THREADS": "2"}
     update = request.config.getoption("--update-golden", default=False)
     known = {*lowtide.__all__, *(command.callback.__name__ for command in app.registered_commands if command.callback)}
     known |= {command.name for command in app.registered_commands if command.name}

@@ -135,6 +135,7 @@ def text_of(cases: Cases, folder: Path) -> str:
     return "\n".join(parts)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when torch.compile is imported
 def test_errors_in_full(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "damaged.plan"
     damaged.write_text("not a plan\n")
