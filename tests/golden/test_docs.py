@@ -43,7 +43,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_process(arguments: list[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """What `lowtide` prints for these arguments."""
+    """What `lowtide` prints for these arguments; talk goes to stderr, and is not shown."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -51,7 +51,8 @@ def in_process(arguments: list[str], folder: Path, environment: Mapping[str, str
     finally:
         os.chdir(before)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.output
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def shown_commands(page: Path) -> Iterator[tuple[Block, str]]:
