@@ -174,6 +174,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.strip() == ""
+    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    assert all(f'id="lowtide.{door}"' in reference for door in ("fit.fit", "wrap.wrap", "scan.scan", "plan.plan"))
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 10
     for page in pages:
