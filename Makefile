@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
 
-.PHONY: help demo test test-all quick browser compat lint sanitize bench docs clean
+.PHONY: help demo test test-all quick browser compat lint sanitize bench docs figures scratch clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -76,7 +76,13 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench trust
 	$(BIN)/lowtide bench guards
 
-docs: .venv/ready  ## Run the idea from scratch, in one file
+docs: .venv/ready  ## Build the docs as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: .venv/ready  ## Draw the figures of the docs anew
+	$(BIN)/python docs/figures/draw.py
+
+scratch: .venv/ready  ## Run the idea from scratch, in one file
 	$(BIN)/python docs/from_scratch.py
 
 clean:  ## Remove the environments

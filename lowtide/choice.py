@@ -95,12 +95,15 @@ class Offload:
     def refuse(self, *, planned: bool) -> None:
         """Raise where the words do not go together; a plan from before says itself what goes where."""
         if planned and self.place is not None:
-            raise UsageError("a plan says itself what is offloaded.", hint="give offload with a budget, or a plan.")
+            raise UsageError(
+                "a saved plan has its own offload settings.",
+                hint="leave out offload, or give a budget in place of the plan.",
+            )
         unused = self.budget is not None or (self.folder is not None and not planned)
         if self.place is None and unused:
             raise UsageError(
-                "nothing is offloaded.",
-                hint='offload_budget and offload_dir go with offload="disk" (--offload disk).',
+                "offload_budget or offload_dir is given without offload.",
+                hint='add offload="disk" (--offload disk), or leave them out.',
             )
 
     def away(self, device: str, *, lasting: bool = True) -> Away | None:

@@ -17,8 +17,8 @@ ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together c
 # torch's classes of modules, by their names: they are recognised without importing what may not be there.
 MODULES: Mapping[str, tuple[str, str]] = {
     "DistributedDataParallel": (
-        "it averages gradients between processes with hooks that a captured step does not have, so the ranks would "
-        "drift apart in silence",
+        "that class averages gradients between processes with hooks that a captured step does not have, so the ranks "
+        "would drift apart in silence",
         f"{ONE_PROCESS}. Give the model without DistributedDataParallel around it.",
     ),
     "FullyShardedDataParallel": (
@@ -88,7 +88,7 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
     for cls in type(module).__mro__:
         if cls.__name__ in MODULES and _is_torchs(cls):
             reason, hint = MODULES[cls.__name__]
-            raise CaptureError(f"{name} is a {cls.__name__}: {reason}.", hint=hint)
+            raise CaptureError(f"{name} is of class {cls.__name__}: {reason}.", hint=hint)
         if _is_torchs(cls) and ".quantized" in cls.__module__:
             raise CaptureError(
                 f"{name} is a quantized {cls.__name__}: {QUANTIZED}.", hint="train it before it is converted."

@@ -133,7 +133,7 @@ class Trace:
             where = line_of_error(error)
             raise CaptureError(
                 f"{where or 'the step'}: the step failed while it was traced: {type(error).__name__}: {error}",
-                hint="does it run in eager PyTorch? What leaves torch (numpy, .tolist()) can't be captured.",
+                hint="run the step in eager PyTorch first; what leaves torch (numpy, .tolist()) can't be captured.",
             ) from error
         finally:
             if generator is not None:

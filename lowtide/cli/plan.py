@@ -183,7 +183,7 @@ def _refuse_method(method: str, offload: str | None) -> None:
         raise UsageError(f"the method {OFFLOAD} needs a place to copy to.", hint="pass --offload disk.")
     if offload is not None and method not in (BEST, OFFLOAD):
         raise UsageError(
-            f"{method} knows no other places.", hint=f"leave out --offload, or plan by {BEST} or {OFFLOAD}."
+            f"the method {method} can't offload.", hint=f"leave out --offload, or plan by {BEST} or {OFFLOAD}."
         )
 
 

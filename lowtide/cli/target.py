@@ -62,7 +62,10 @@ def _from_file(path: Path, name: str, batch: int | None) -> Built:
                 f"{path} has no function {name!r}.", hint=f"define {name}(), which returns {SHAPE}, at its top level."
             )
         if _needs_arguments(function):
-            raise UsageError(f"{name} in {path} needs arguments.", hint="it is called without any; give them defaults.")
+            raise UsageError(
+                f"{name} in {path} needs arguments.",
+                hint=f"lowtide calls {name}() without any: give its parameters defaults.",
+            )
         where = f"{name} in {path}"
         if batch is None:
             return _checked(function(), where)
@@ -122,7 +125,9 @@ def _blaming(path: Path) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         line = f"{path}:{lines[-1]}" if lines else str(path)
-        raise UsageError(f"{line}: {type(error).__name__}: {error}", hint="does the file run by itself?") from error
+        raise UsageError(
+            f"{line}: {type(error).__name__}: {error}", hint=f"run the file by itself first: python {path}."
+        ) from error
 
 
 def _shown(filename: str | None, path: Path) -> str:
@@ -152,6 +157,6 @@ def _checked(made: Any, where: str) -> Built:
     if not isinstance(example, tuple):
         raise UsageError(
             f"the example that {where} returned is a {type(example).__name__}, not a tuple.",
-            hint="it holds what follows model and optimizer in a call of the step: (x, y), or (batch,).",
+            hint="return a tuple of the arguments after model and optimizer: (x, y), or (batch,).",
         )
     return Built(step, model, optimizer, example)

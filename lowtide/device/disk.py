@@ -283,7 +283,9 @@ def choose_folder(folder: str | os.PathLike[str] | None, *, memory: bool = False
     if folder is not None:
         found = Path(folder)
         if not found.is_dir():
-            raise PlaceError(f"{found} is no folder for an offload file.", hint="make it, or name another.")
+            raise PlaceError(
+                f"{found} is not a folder: no offload file can be made there.", hint="make the folder, or name another."
+            )
         if is_memory(found) and not memory:
             raise PlaceError(
                 f"{found} is in memory, not on a disk: what is offloaded there would still take RAM.",

@@ -45,7 +45,7 @@ class Request:
             raise UsageError("a plan has its own budget.", hint="give a budget or a plan, not both.")
         if self.costs not in get_args(CostsFrom):
             known = ", ".join(get_args(CostsFrom))
-            raise UsageError(f"there are no costs {self.costs!r}.", hint=f"choose one of {known}.")
+            raise UsageError(f"costs={self.costs!r} is unknown.", hint=f"choose one of {known}.")
         if isinstance(self.budget, str):
             read_budget(self.budget, persistent=1, eager_peak=1)
         self.places.refuse(planned=self.plan is not None)

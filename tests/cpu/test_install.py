@@ -102,7 +102,7 @@ def test_the_sdist_has_every_file_of_the_project_and_makes_the_same_wheel(
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
     found = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}
-    kept = {"Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml"}
+    kept = {"Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "mkdocs.yml"}
     wanted = kept.union(*(files_below(ROOT / name) for name in ("lowtide", "tests", "docs")))
     assert wanted - found == set()
     assert contents(build(unpacked, tmp_path / "wheel", "build_wheel")) == contents(wheel)

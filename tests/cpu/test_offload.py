@@ -409,10 +409,10 @@ def test_a_disk_that_fills_up_is_an_error_before_the_step(monkeypatch: pytest.Mo
         ({"offload_budget": "50%"}, UsageError, r"in bytes"),
         ({"offload_budget": "many"}, UsageError, r"'many' is no budget"),
         ({"offload_budget": 0}, UsageError, r"leaves no bytes"),
-        ({"offload_dir": "/nowhere/at/all"}, PlaceError, r"is no folder for an offload file"),
-        ({"offload": None, "offload_dir": "."}, UsageError, r"nothing is offloaded"),
-        ({"offload": None, "offload_budget": "1GiB"}, UsageError, r"nothing is offloaded"),
-        ({"budget": None, "plan": "a.plan"}, UsageError, r"a plan says itself"),
+        ({"offload_dir": "/nowhere/at/all"}, PlaceError, r"is not a folder"),
+        ({"offload": None, "offload_dir": "."}, UsageError, r"given without offload"),
+        ({"offload": None, "offload_budget": "1GiB"}, UsageError, r"given without offload"),
+        ({"budget": None, "plan": "a.plan"}, UsageError, r"a saved plan has its own"),
     ],
 )
 def test_wrong_words_are_refused(options: dict[str, Any], error: type[LowtideError], words: str) -> None:
