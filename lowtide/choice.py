@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -27,6 +28,7 @@ from lowtide.simulate import simulate
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
+HINT_SECONDS = 2.0  # after which an error no longer looks for what would help, where that takes long
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
 Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
@@ -335,19 +337,26 @@ def _with_hint(failure: BudgetError, graph: Graph, leave: Leave) -> BudgetError:
 
 
 def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ...]:
-    """The first technique that is not allowed yet and brings the floor under the budget; else the fewest of all."""
+    """The first technique that is not allowed yet and brings the floor under the budget; else the fewest of all.
+
+    To see what splits takes long: the rest of such techniques is left out once `HINT_SECONDS` are over.
+    """
     if budget is None:
         return ()
+    until = time.monotonic() + HINT_SECONDS
     all_ = Leave(Allowed("lossy"), leave.resized)
-    names = [name for name in (*ROUNDING, *LOSSY_ORDER) if name not in leave.allowed]
-    allowed = tuple(rungs[-1] for name in (*ROUNDING, *LOSSY_ORDER) if (rungs := leave.rungs(graph, name)))
+    known = (*ROUNDING, *LOSSY_ORDER)
+    allowed = tuple(rungs[-1] for name in known if (rungs := leave.rungs(graph, name)))
 
     def fits(*more: Rewrite) -> bool:
         rewritten = leave.apply(graph, (*allowed, *more)).graph
         return floor(problem(rewritten, roofline(rewritten)))[0] <= budget
 
     others: list[Rewrite] = []
-    for name in names:
+    for name in (name for name in known if name not in leave.allowed):
+        one = named(name)
+        if one is None or (one.resizes and time.monotonic() > until):
+            continue
         if rungs := all_.rungs(graph, name):
             if fits(rungs[-1]):
                 return (name,)
