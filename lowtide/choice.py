@@ -1,29 +1,29 @@
-"""Which graph is planned for a captured step, and by which plan: as it is, with state elsewhere, or cut in time."""
+"""Which graph is planned for a captured step, and by which plan: as it is, elsewhere in part, or changed by leave."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from lowtide import device as devices
-from lowtide.aten import RECURRENT
 from lowtide.budget import read_budget
 from lowtide.check import check
 from lowtide.costs import Costs
 from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
+from lowtide.measure import roofline
 from lowtide.plan import as_eager
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
-from lowtide.rewrite import EXACT, Rewritten, apply, chunks, leaving_bytes, longest, offload
-from lowtide.rewrites import Rewrite, exactness
+from lowtide.resized import Resized
+from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload
+from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
 from lowtide.simulate import simulate
 
-SHORTEST = 4  # time steps of a chunk: with fewer, a call has more to do around its time steps than with them
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
@@ -106,14 +106,54 @@ class Offload:
         return Away(self.place, int(FREE * where.room[self.place](self.folder)), lasting)
 
 
-def candidates(graph: Graph, *, rounding: bool, besides: Iterable[Rewrite] = ()) -> Iterator[Rewritten]:
-    """What may be planned for a captured graph: the exact one first, then those with layers in ever more chunks."""
-    always = (*EXACT, *besides)
-    yield apply(graph, always)
-    count, time_steps = 2, longest(graph) if rounding else 0
-    while time_steps >= SHORTEST * count:
-        yield apply(graph, (chunks(count), *always))
-        count *= 2
+@dataclass(frozen=True)
+class Leave:
+    """What may be done to a step that changes its bits, and the step at other sizes, which some of that needs."""
+
+    allowed: Allowed = NOTHING
+    resized: Resized | None = None  # None: the step can't be captured at other sizes
+
+    def __post_init__(self) -> None:
+        missing = [name for name, _ in self.allowed.named if named(name) is None]
+        if missing:
+            raise UsageError(f"there is no {', '.join(missing)} here yet.", hint="leave it out of allow.")
+
+    def milds(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
+        """What changes the rounding, if allowed: nothing first, then each technique alone, then all together."""
+        alone = [found for name in ROUNDING if (found := self.rungs(graph, name))]
+        longest = max(map(len, alone), default=0)
+        together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in alone) for place in range(longest)]
+        return [(), *((one,) for rungs in alone for one in rungs), *(together if len(alone) > 1 else ())]
+
+    def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
+        """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
+        found: list[tuple[Rewrite, ...]] = [()]
+        for name in self.allowed.lossy:
+            before = found[-1]
+            for rung in self.rungs(graph, name):
+                found.append((*(one for one in before if one.name != _replaced(name)), rung))
+        return found
+
+    def rungs(self, graph: Graph, name: str) -> list[Rewrite]:
+        """A technique with the settings to try, the mildest first; nothing where it is not allowed, or not there."""
+        one = named(name)
+        if one is None or name not in self.allowed:
+            return []
+        said = self.allowed.setting(name)
+        settings = one.settings(graph, self.resized)
+        return [one.by(setting) for setting in (settings if said is None else settings and (said,))]
+
+    def apply(self, graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
+        """The graph after these passes and all that keep every bit."""
+        return apply(graph, (*EXACT, *rewrites), self.resized)
+
+
+EXACTLY = Leave()
+
+
+def _replaced(name: str) -> str:
+    one = named(name)
+    return "" if one is None else one.instead_of
 
 
 def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
@@ -128,18 +168,18 @@ def choose(
     price: Callable[[Graph], Costs],
     search: Callable[[Graph, Costs, int], Plan],
     *,
-    rounding: bool,
+    leave: Leave = EXACTLY,
     away: Away | None = None,
 ) -> Choice:
-    """The quickest plan of a captured graph; with rounding, recurrent layers may be cut in time where that pays.
+    """The quickest plan of a captured graph, with the least that must be allowed.
 
     `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
     """
     if away is None:
-        return _choose(graph, price, search, rounding=rounding)
+        return _choose(graph, price, search, leave)
     try:
-        best = _choose(graph, price, search, rounding=rounding, besides=away.rewrites())
+        best = _choose(graph, price, search, leave, away.rewrites())
     except BudgetError as failure:
         best, least = None, failure
     if best is not None and best.plan.overhead <= WORTH:
@@ -148,11 +188,11 @@ def choose(
     rungs = away.homes(graph)
     for homes in rungs if best is not None else reversed(rungs):
         try:
-            found = _choose(graph, price, search, rounding=False, besides=away.rewrites(homes))
+            found = _choose(graph, price, search, EXACTLY, away.rewrites(homes))
         except BudgetError as failure:
             if best is not None:
                 break
-            raise min(least, failure, key=lambda one: float("inf") if one.least is None else one.least) from None
+            raise min(least, failure, key=_least) from None
         if best is not None and found.plan.seconds >= best.plan.seconds:
             break
         best = found
@@ -165,46 +205,92 @@ def _choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
     search: Callable[[Graph, Costs, int], Plan],
-    *,
-    rounding: bool,
+    leave: Leave,
     besides: tuple[Rewrite, ...] = (),
 ) -> Choice:
-    """The quickest plan of a captured graph, whole or with layers cut in time, with these passes besides."""
-    best: Choice | None = None
-    failure: BudgetError | None = None
-    eager = 0
-    for rewritten in candidates(graph, rounding=rounding, besides=besides):
+    """The quickest plan of a captured graph, with the fewest lossy techniques with which any fits."""
+    chooser = _Chooser(graph, price, search, leave)
+    milds = leave.milds(graph)
+    for lossy in leave.lossies(graph):
+        for mild in milds:
+            if chooser.take((*mild, *lossy, *besides)):
+                break
+        if chooser.best is not None:
+            return chooser.best
+    assert chooser.failure is not None
+    raise _with_hint(chooser.failure, graph, leave)
+
+
+class _Chooser:
+    """Plans one candidate after another, and keeps the best."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        price: Callable[[Graph], Costs],
+        search: Callable[[Graph, Costs, int], Plan],
+        leave: Leave,
+    ) -> None:
+        self.graph, self.price, self.search, self.leave = graph, price, search, leave
+        self.best: Choice | None = None
+        self.failure: BudgetError | None = None  # the one with the least peak
+        self.eager: int | None = None  # bytes
+
+    def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
+        """Plan the graph after these passes; whether nothing that changes more can be better."""
+        rewritten = self.leave.apply(self.graph, rewrites)
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
-        costs = price(candidate)
-        if exact:
-            eager = eager_peak(graph, rewritten, costs, price)
+        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
+            return False  # a technique found nothing to do here: the same was planned without it
+        costs = self.price(candidate)
+        if self.eager is None:
+            self.eager = eager_peak(self.graph, rewritten, costs, self.price)
+        best = self.best
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
-            continue  # slower, even if nothing runs twice
+            return False  # slower, even if nothing runs twice
         try:
-            found = replace(search(candidate, costs, eager), rewrites=rewritten.rewrites)
+            found = replace(self.search(candidate, costs, self.eager), rewrites=rewritten.rewrites)
         except BudgetError as error:
-            if not rounding:
-                if not _helps(graph, candidate, costs):
-                    raise
-                more = "with rounding=True (--rounding) recurrent layers are cut in time, which needs less"
-                raise BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least) from error
-            failure = min(failure or error, error, key=lambda one: float("inf") if one.least is None else one.least)
-            continue
-        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if best.chunks == 1 else 1)
+            self.failure = min(self.failure or error, error, key=_least)
+            return False
+        whole = best is not None and exactness(best.plan.rewrites) == "bitwise"
+        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
         if found.seconds < limit:
-            best = Choice(candidate, costs, found, eager)
-        if exact and found.seconds <= found.base_seconds:
-            break  # nothing runs twice, and every bit is eager's
-    if best is None:
-        assert failure is not None
-        raise failure
-    return best
+            self.best = Choice(candidate, costs, found, self.eager)
+        return exact and found.seconds <= found.base_seconds  # nothing runs twice, and every bit is eager's
 
 
-def _helps(captured: Graph, graph: Graph, costs: Costs) -> bool:
-    """Whether a recurrent layer that can be cut is what needs most."""
-    _, op = floor(problem(graph, costs))
-    return op >= 0 and graph.ops[op].target in RECURRENT and longest(captured) >= 2 * SHORTEST
+def _least(error: BudgetError) -> float:
+    return float("inf") if error.least is None else error.least
+
+
+def _with_hint(failure: BudgetError, graph: Graph, leave: Leave) -> BudgetError:
+    """The same error, with the names of techniques that may make the budget feasible and are not allowed."""
+    found = _what_helps(graph, leave, failure.budget)
+    if not found:
+        return failure
+    said = ",".join(found)
+    kind = KEEPS[exactness(one.by() for name in found if (one := named(name)) is not None)]
+    more = f'with allow="{said}" (--allow {said}) it may fit: {kind}.'
+    if set(found) <= set(ROUNDING):
+        more += " rounding=True (--rounding) allows all of that kind."
+    return BudgetError(failure.message, hint=f"{failure.hint}\n{more}", least=failure.least, budget=failure.budget)
+
+
+def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ...]:
+    """The first technique that is not allowed yet and brings the floor under the budget; else the fewest of all."""
+    if budget is None:
+        return ()
+    all_ = Leave(Allowed("lossy"), leave.resized)
+    last = {name: rungs[-1] for name in (*ROUNDING, *LOSSY_ORDER) if (rungs := all_.rungs(graph, name))}
+    allowed = tuple(one for name, one in last.items() if name in leave.allowed)
+    others = [name for name in last if name not in leave.allowed]
+    tries = [(name,) for name in others] + [tuple(others[:count]) for count in range(2, len(others) + 1)]
+    for names in tries:
+        rewritten = leave.apply(graph, (*allowed, *(last[name] for name in names))).graph
+        if floor(problem(rewritten, roofline(rewritten)))[0] <= budget:
+            return names
+    return ()
 
 
 def judged(graph: Graph, costs: Costs, program: Program, *, budget: int | None) -> int:
@@ -214,27 +300,24 @@ def judged(graph: Graph, costs: Costs, program: Program, *, budget: int | None) 
 
 
 def given(
-    plan: Plan | str | os.PathLike[str], graph: Graph, price: Callable[[Graph], Costs], *, rounding: bool
+    plan: Plan | str | os.PathLike[str], graph: Graph, price: Callable[[Graph], Costs], leave: Leave = EXACTLY
 ) -> Choice:
     """A plan that was made before, with what it is a plan of; whether it keeps its promise is for the judge to say."""
-    failure: FileError | None = None
     known = plan.rewrites if isinstance(plan, Plan) else rewrites_of(plan)
-    besides = [rewrite for rewrite in known if rewrite.name in ELSEWHERE]
-    for rewritten in candidates(graph, rounding=rounding, besides=besides):
-        candidate = rewritten.graph
-        if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint and rounding:
-            continue
-        try:
-            found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
-        except FileError as error:
-            failure = failure or error
-            continue
-        costs = price(candidate)
-        if found.rewrites != rewritten.rewrites:  # a file from before plans said which
-            found = replace(found, rewrites=rewritten.rewrites)
-        return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, price))
-    if failure is None:
+    changing = [one for one in known if one.exactness != "bitwise"]
+    if forbidden := [one.name for one in changing if one.name not in leave.allowed]:
+        said = ",".join(forbidden)
+        why = "rounding" if set(forbidden) <= set(ROUNDING) else "lossy"
+        raise FileError(
+            f"the plan changes the step by {', '.join(map(str, changing))}: {KEEPS[exactness(changing)]}.",
+            hint=f'a plan with {why} needs leave here too: allow="{said}" (--allow {said}).',
+        )
+    rewritten = leave.apply(graph, [*changing, *(one for one in known if one.name in ELSEWHERE)])
+    candidate = rewritten.graph
+    if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint:
         raise UsageError("the plan is one of another step.", hint="plan this step.")
-    if rounding or not longest(graph):
-        raise failure
-    raise FileError(failure.message, hint=f"{failure.hint} A plan with rounding needs it here too.") from failure
+    found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
+    costs = price(candidate)
+    if found.rewrites != rewritten.rewrites:  # a file from before plans said which
+        found = replace(found, rewrites=rewritten.rewrites)
+    return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, price))

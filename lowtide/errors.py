@@ -30,9 +30,11 @@ class BudgetError(LowtideError):
 
     exit_code = 3
 
-    def __init__(self, message: str, *, hint: str | None = None, least: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, least: int | None = None, budget: int | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
-        self.least = least
+        self.least, self.budget = least, budget
 
 
 class CaptureError(LowtideError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from lowtide.files.shapes import Misshapen, Shape, record, text, word
+from lowtide.errors import UsageError
+from lowtide.files.shapes import Absent, Misshapen, Shape, amount, maybe, record, text, word
 
 Exactness = Literal[
     "bitwise",  # every bit of every result is eager's
@@ -14,7 +15,17 @@ Exactness = Literal[
     "lossy",  # other numbers
 ]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)  # from the most to the least
+KEEPS: Mapping[Exactness, str] = {
+    "bitwise": "every bit is eager's",
+    "rounding": "the same up to rounding",
+    "lossy": "other numbers than eager's",
+}
 Setting = None | bool | int | float | str
+ROUNDING = ("chunks", "chunked-loss", "split", "microbatch")  # what the tier "rounding" allows
+# What the tier "lossy" allows besides, in the order in which it is taken: each only where no plan without it fits.
+LOSSY_ORDER = ("input8", "activations16", "weights16", "state8", "activations8", "batch-statistics", "sparse")
+BY_NAME = ("activations4",)  # lossy ones that no tier allows
+TIERS: tuple[Exactness, ...] = ("rounding", "lossy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +35,7 @@ class Rewrite:
     name: str
     setting: Setting = None  # what the pass is told: into how many chunks, for one; None: it takes nothing
     exactness: Exactness = "bitwise"
+    error: float | None = field(default=None, compare=False)  # measured, of the gradient's norm; None: not measured
 
     def __str__(self) -> str:
         return self.name if self.setting is None else f"{self.name} {self.setting}"
@@ -61,9 +73,70 @@ def exactness(rewrites: Iterable[Rewrite]) -> Exactness:
     return max((one.exactness for one in rewrites), key=EXACTNESS.index, default="bitwise")
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may be done to a step that changes its bits: a tier, and names."""
+
+    tier: Exactness = "bitwise"  # all of this tier and of those before it
+    named: tuple[tuple[str, Setting], ...] = ()  # names that allow only themselves, or give a setting
+
+    def __bool__(self) -> bool:
+        return self.tier != "bitwise" or bool(self.named)
+
+    def __contains__(self, name: object) -> bool:
+        tiers = ((), ROUNDING, ROUNDING + LOSSY_ORDER)
+        return name in tiers[EXACTNESS.index(self.tier)] or name in dict(self.named)
+
+    def __str__(self) -> str:
+        tier = () if self.tier == "bitwise" else (self.tier,)
+        return ",".join((*tier, *(name if said is None else f"{name}:{said}" for name, said in self.named)))
+
+    def setting(self, name: str) -> Setting:
+        """The setting that was named; None: the search finds one."""
+        return dict(self.named).get(name)
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """The lossy ones that are allowed, in the order in which they are taken."""
+        return tuple(name for name in (*LOSSY_ORDER, *BY_NAME) if name in self)
+
+
+NOTHING = Allowed()  # every bit stays
+
+
+def read_allow(allow: str | Iterable[str] | None, rounding: bool = False) -> Allowed:
+    """What is allowed, as it is written: a tier, names, `name:setting`; `rounding` is short for that tier."""
+    words = [] if allow is None else allow.split(",") if isinstance(allow, str) else list(allow)
+    tier: Exactness = "rounding" if rounding else "bitwise"
+    named: dict[str, Setting] = {}
+    for written in words:
+        if not isinstance(written, str):
+            raise UsageError(f"allow is made of words, not of {written!r}.", hint='write allow="rounding".')
+        name, _, setting = written.strip().replace("=", ":", 1).partition(":")
+        if name in TIERS and not setting:
+            tier = max(tier, TIERS[TIERS.index(name)], key=EXACTNESS.index)
+        elif name in (*ROUNDING, *LOSSY_ORDER, *BY_NAME):
+            named[name] = _number(setting) if setting else None
+        else:
+            known = ", ".join((*TIERS, *ROUNDING, *LOSSY_ORDER, *BY_NAME))
+            raise UsageError(f"there is no {written.strip()!r} that could be allowed.", hint=f"there are {known}.")
+    return Allowed(tier, tuple(named.items()))
+
+
+def _number(written: str) -> Setting:
+    """A setting: a number where it is one, else the word."""
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    return written
+
+
 def encode_rewrite(rewrite: Rewrite) -> dict[str, Any]:
     """A rewrite as JSON."""
-    return {"name": rewrite.name, "setting": rewrite.setting, "exactness": rewrite.exactness}
+    data = {"name": rewrite.name, "setting": rewrite.setting, "exactness": rewrite.exactness}
+    return data if rewrite.error is None else {**data, "error": rewrite.error}
 
 
 def _setting(data: Any) -> Setting:
@@ -73,4 +146,7 @@ def _setting(data: Any) -> Setting:
     raise Misshapen("a number, a text or nothing", data)
 
 
-REWRITE: Shape = record({"name": text, "setting": _setting, "exactness": word(EXACTNESS)}, into=Rewrite)
+REWRITE: Shape = record(
+    {"name": text, "setting": _setting, "exactness": word(EXACTNESS), "error": Absent(maybe(amount), None)},
+    into=Rewrite,
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -44,6 +44,7 @@ def wrap(
     offload: graph.Place | None = None,
     offload_budget: int | str | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
+    allow: str | Iterable[str] | None = None,
 ) -> Wrapped:
     """Return `model` as one that gives the same outputs and gradients, and never holds more than the budget.
 
@@ -76,6 +77,7 @@ def wrap(
         offload=offload,
         offload_budget=offload_budget,
         offload_dir=offload_dir,
+        allow=allow,
         tell=tell,
     )
     return Wrapped(model, _Loop(request, _detached(batch)))

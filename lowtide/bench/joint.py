@@ -112,7 +112,7 @@ def compare(
             say(f"{target}: planning {way} within {percent:g}%")
             search = lambda graph, known, peak, method=method: within(graph, known, peak, method)  # noqa: E731
             try:
-                choices[way] = choose(captured.graph, price, search, rounding=False, away=away)
+                choices[way] = choose(captured.graph, price, search, away=away)
             except (BudgetError, UsageError):  # nothing fits, or nothing is large enough to be copied
                 continue
         base = next(iter(choices.values())).plan.base_seconds if choices else 0.0

@@ -16,8 +16,18 @@ from rich.progress_bar import ProgressBar
 from lowtide import report
 from lowtide.budget import read_budget
 from lowtide.captured import Captured
-from lowtide.choice import Away, Offload, choose, given, judged
-from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
+from lowtide.choice import Away, Leave, Offload, choose, given, judged
+from lowtide.cli.profile import (
+    CostsFrom,
+    Json,
+    Target,
+    captured_target,
+    common,
+    costs_of,
+    describe,
+    optimizer_name,
+    resized_target,
+)
 from lowtide.cli.talk import answering, show, show_json, show_text, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
@@ -26,6 +36,7 @@ from lowtide.plan import BEST, CLASSICS, METHODS, OFFLOAD, TIME_LIMIT
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply, with_narrow
+from lowtide.rewrites import LOSSY_ORDER, ROUNDING, read_allow
 from lowtide.simulate import simulate
 
 BUDGET = (
@@ -37,8 +48,10 @@ METHOD += f"twice; the others are as published: {', '.join(CLASSICS)}."
 EXPLAIN = "Say instead why this value is kept, made again, offloaded, kept narrow or let go: a number (%123), an op "
 EXPLAIN += "(addmm_5) or a module (layer1.0.conv2)."
 TimeLimit = Annotated[float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for a quicker plan.")]
-ROUNDING = "Allow what gives the same results only up to rounding: layers of an nn.LSTM may be cut in time."
-Rounding = Annotated[bool, typer.Option("--rounding", help=ROUNDING)]
+ALLOW = "What may change the bits, each only where it is needed: rounding (the same results up to rounding), lossy "
+ALLOW += f"(less precision, fewer numbers), or names: {', '.join((*ROUNDING, *LOSSY_ORDER))}; sparse:0.3 sets a number."
+Allow = Annotated[str | None, typer.Option("--allow", metavar="<names>", help=ALLOW, show_default="nothing")]
+Rounding = Annotated[bool, typer.Option("--rounding", help="Short for --allow rounding.")]
 OFFLOAD_TO = "Let values wait in a file (disk) where that is quicker than to make them again; where the budget asks "
 OFFLOAD_TO += "for it, optimizer state and parameters live there, too."
 OffloadTo = Annotated[
@@ -64,6 +77,7 @@ def plan(
     offload: OffloadTo = None,
     offload_budget: OffloadBudget = None,
     offload_dir: OffloadDir = None,
+    allow: Allow = None,
     rounding: Rounding = False,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
@@ -85,8 +99,10 @@ def plan(
     _refuse_calls(budget, method, out, force, load)
     asked = read_offload(offload, offload_budget, offload_dir, planned=load is not None)
     _refuse_method(method, offload)
+    allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
-    if explain is not None and not rounding:
+    leave = Leave(allowed, resized_target(built))
+    if explain is not None and not allowed:
         report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
 
     plannings: dict[str, Planning] = {}  # graph -> its planning
@@ -103,9 +119,9 @@ def plan(
 
     away = asked.away(captured.graph.device)
     if load is not None:
-        chosen = given(load, captured.graph, price, rounding=rounding)
+        chosen = given(load, captured.graph, price, leave)
     else:
-        chosen = choose(captured.graph, price, search, rounding=rounding, away=away)
+        chosen = choose(captured.graph, price, search, leave=leave, away=away)
     graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from lowtide.measure import measure, roofline, with_lanes
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
+from lowtide.resized import Resized, examples_of, first_of
 from lowtide.simulate import simulate
 
 Target = Annotated[
@@ -111,6 +113,15 @@ def captured_target(target: str) -> tuple[Built, Captured, float]:
     if not captured.graph.ops:
         raise UsageError(f"the step of {target} calls no op of torch.", hint="a training step computes something.")
     return built, captured, seconds
+
+
+def resized_target(built: Built) -> Resized | None:
+    """The step of a target at other sizes, where it is known what an example is."""
+    step, model, optimizer, example = built
+    count = examples_of(example)
+    if count is None:
+        return None
+    return Resized(count, cache(lambda size: capture(step, model, optimizer, first_of(example, size)).graph))
 
 
 def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Costs:

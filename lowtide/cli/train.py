@@ -16,11 +16,12 @@ import torch
 import typer
 
 from lowtide import allocator
-from lowtide.choice import Offload
+from lowtide.choice import Leave, Offload
 from lowtide.cli import checkpoint
 from lowtide.cli.loop import Eager, Keeper, Log, run, show_number, show_rate, what_persists
 from lowtide.cli.plan import (
     BUDGET,
+    Allow,
     OffloadBudget,
     OffloadDir,
     OffloadTo,
@@ -38,7 +39,17 @@ from lowtide.errors import FileError, LowtideWarning, ProgramError, UsageError
 from lowtide.fit import Fitted, fit
 from lowtide.peaks import storage_bytes
 from lowtide.plan import TIME_LIMIT
-from lowtide.report import Table, offloaded, show_bytes, show_difference, show_offloaded, show_overhead, show_seconds
+from lowtide.report import (
+    Table,
+    offloaded,
+    show_bytes,
+    show_difference,
+    show_offloaded,
+    show_overhead,
+    show_rewrite,
+    show_seconds,
+)
+from lowtide.rewrites import KEEPS, Allowed, encode_rewrite, exactness, read_allow
 from lowtide.simulate import simulate
 
 Row = tuple[str, str, str]
@@ -58,6 +69,7 @@ def train(
     offload: OffloadTo = None,
     offload_budget: OffloadBudget = None,
     offload_dir: OffloadDir = None,
+    allow: Allow = None,
     rounding: Rounding = False,
     time_limit: TimeLimit = TIME_LIMIT,
     eager: Annotated[bool, typer.Option("--eager", help="Train in eager PyTorch instead, to compare.")] = False,
@@ -86,10 +98,11 @@ def train(
 ) -> None:
     """Train a model within a budget, and keep checkpoints."""
     asked = read_offload(offload, offload_budget, offload_dir, planned=plan is not None)
-    _refuse_calls(budget, plan, eager, asked, rounding, save, every, force, resume)
+    allowed = Leave(read_allow(allow, rounding)).allowed
+    _refuse_calls(budget, plan, eager, asked, allowed, save, every, force, resume)
     session = _start(target, on, seed, steps, resume)
     with _noting(session.notes), allocator.meter() if eager and allocator.available() else nullcontext():
-        step = Eager(session.built) if eager else _fitted(session, budget, plan, asked, time_limit, rounding)
+        step = Eager(session.built) if eager else _fitted(session, budget, plan, asked, time_limit, allowed)
         keeper = None
         if save is not None:
             checkpoint.make_room(save)
@@ -111,7 +124,7 @@ def _refuse_calls(
     plan: Path | None,
     eager: bool,
     asked: Offload,
-    rounding: bool,
+    allowed: Allowed,
     save: Path | None,
     every: int | None,
     force: bool,
@@ -126,8 +139,8 @@ def _refuse_calls(
         raise UsageError("eager PyTorch keeps to no budget.", hint="leave out --eager, or --budget and --plan.")
     if eager and asked != Offload():
         raise UsageError("eager PyTorch offloads nothing.", hint="leave out --eager or --offload.")
-    if eager and rounding:
-        raise UsageError("eager PyTorch is as it is.", hint="leave out --eager or --rounding.")
+    if eager and allowed:
+        raise UsageError("eager PyTorch is as it is.", hint="leave out --eager, or --allow and --rounding.")
     if save is None and (every is not None or force):
         raise UsageError("nothing is saved.", hint="--every and --force go with --save FILE.")
     again = resume is not None and save is not None and save.resolve() == resume.resolve()
@@ -180,7 +193,7 @@ def _start(target: str, on: str | None, seed: int | None, steps: int, resume: Pa
 
 
 def _fitted(
-    session: Session, budget: str | None, plan: Path | None, asked: Offload, time_limit: float, rounding: bool
+    session: Session, budget: str | None, plan: Path | None, asked: Offload, time_limit: float, allowed: Allowed
 ) -> Fitted:
     """The step as a program."""
     step, model, optimizer, example = session.built
@@ -198,7 +211,7 @@ def _fitted(
                 offload=asked.place,
                 offload_budget=asked.budget,
                 offload_dir=asked.folder,
-                rounding=rounding,
+                allow=str(allowed) or None,
             )
         except ProgramError as error:
             if plan is None:
@@ -261,6 +274,7 @@ def _as_json(session: Session, step: Eager | Fitted) -> dict[str, Any]:
         persistent = step.costs.persistent(graph) - step.costs.elsewhere(graph)
         promise = common(persistent=persistent, predicted=_predicted(step), metered=step.peak)
         promise |= promised(step.plan) | {"chunks": step.chunks}
+        promise["rewrites"] = [encode_rewrite(one) for one in step.plan.rewrites]
         promise["offloaded"] = [asdict(item) for item in offloaded(graph, step.costs, step.program)]
         notes = [*graph.notes, *session.notes]
     return {
@@ -297,8 +311,8 @@ def _rows(session: Session, step: Eager | Fitted, *, asked: bool) -> Iterator[Ro
     if isinstance(step, Fitted):
         bound, seconds = show_overhead(step.plan.bound), show_seconds(step.plan.planning_seconds)
         yield "overhead", show_overhead(step.plan.overhead), f"predicted; the bound is {bound}"
-        if step.chunks > 1:
-            yield "cut in time", f"{step.chunks} chunks", "of recurrent layers; the same up to rounding"
+        if changing := [one for one in step.plan.rewrites if one.exactness != "bitwise"]:
+            yield "rewritten", ", ".join(map(show_rewrite, changing)), KEEPS[exactness(changing)]
         if step.plan.budget is not None:
             yield "budget", show_bytes(step.plan.budget), f"{'' if asked else 'what is free; '}planned in {seconds}"
         predicted = _predicted(step)

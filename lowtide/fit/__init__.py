@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lowtide import report
@@ -20,11 +20,10 @@ from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
+from lowtide.rewrites import read_allow
 from lowtide.verify import Verifier, announce, refuse_call
 
 __all__ = ["CostsFrom", "Fit", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
-
-ROUNDING = "recurrent layers are cut in time; results are the same up to rounding"
 
 
 class Fitted:
@@ -157,8 +156,7 @@ class Fitted:
         measured = report.Measured(
             self.peak, self.arena_bytes, self.mismatches, len(self._kept), fit.runner.timings.step, resident
         )
-        text = report.show_fitted(summary, measured)
-        return text if fit.chunks == 1 else f"{text}\n{ROUNDING} ({fit.chunks} chunks)."
+        return report.show_fitted(summary, measured)
 
     @property
     def _fits(self) -> list[Fit]:
@@ -184,12 +182,13 @@ def fit(
     offload: Place | None = None,
     offload_budget: int | str | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
+    allow: str | Iterable[str] | None = None,
     rounding: bool = False,
     verify: int = 0,
 ) -> Fitted:
     """Return `step` as a step that does the same arithmetic and never holds more than the budget.
 
-    Results equal eager's to the bit, unless `rounding` allows otherwise.
+    Results equal eager's to the bit, unless `allow` says otherwise.
 
     - `step`: the function to call, as `step(model, optimizer, *batch)`; what it returns, the fitted step returns.
     - `model`, `optimizer`: what it trains, and with what: an optimizer, a tuple of them, or None.
@@ -207,13 +206,15 @@ def fit(
       memory that is left.
     - `offload_budget`: the bytes that may be there, "20GiB"; most of what is free by default.
     - `offload_dir`: the folder of the file, which has no name and is gone with the process.
-    - `rounding`: results are the same up to rounding. Layers of an nn.LSTM may then be cut in time, which lowers the
-      least budget.
+    - `allow`: what may change the bits, each only where it is needed: "rounding" (what gives the same results up to
+      rounding: the batch, the loss or large ops in parts, layers of an nn.LSTM cut in time), "lossy" (less precision,
+      fewer numbers, too), or names: "chunked-loss", "sparse:0.3", "weights16,state8". `report()` says what was used.
+    - `rounding`: short for `allow="rounding"`.
     - `verify`: so many first steps also run in eager PyTorch, on copies, and every bit is compared; that needs eager's
       memory beside the budget, which is said first. A difference is a VerifyError that names what differs and the
       first op that does, and the step is undone.
     """
-    refuse_call(verify, rounding=rounding)
+    refuse_call(verify, allowed=bool(read_allow(allow, rounding)))
     request = Request(
         step,
         model,
@@ -225,6 +226,7 @@ def fit(
         offload=offload,
         offload_budget=offload_budget,
         offload_dir=offload_dir,
+        allow=allow,
         rounding=rounding,
         tell=tell,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from lowtide import device as devices
@@ -11,7 +12,7 @@ from lowtide import report
 from lowtide.budget import allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Choice, choose, eager_peak, given, judged
+from lowtide.choice import ELSEWHERE, FREE, Choice, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Batch, Runner, execute
@@ -21,7 +22,9 @@ from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.program import Plan
+from lowtide.resized import Resized, examples_of, first_of
 from lowtide.rewrite import EXACT, apply
+from lowtide.rewrites import exactness
 
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
@@ -68,14 +71,15 @@ class Maker:
         """The step for batches like this one; from a similar one, if one is known, where that can be."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
+        leave = Leave(self._request.allowed, self._resized(batch, numbers))
         if known is None and self._request.plan is not None:
-            chosen = self._given(self._request.plan, captured.graph)
+            chosen = self._given(self._request.plan, captured.graph, leave)
         else:
             chosen = self._carried(known, captured.graph) or choose(
                 captured.graph,
                 self._price,
                 self._search,
-                rounding=self._request.rounding,
+                leave=leave,
                 away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
             )
         found = chosen.plan
@@ -115,16 +119,23 @@ class Maker:
                 raise
             return self._manner.capture(self._request, batch, ())
 
-    def _given(self, source: PlanFrom, graph: Graph) -> Choice:
+    def _resized(self, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
+        """The step at other sizes, where it is known what an example is."""
+        count = examples_of(batch)
+        if count is None:
+            return None
+        return Resized(count, cache(lambda size: self._capture(first_of(batch, size), numbers).graph))
+
+    def _given(self, source: PlanFrom, graph: Graph, leave: Leave) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""
-        chosen = given(source, graph, self._price, rounding=self._request.rounding)
+        chosen = given(source, graph, self._price, leave)
         judged(chosen.graph, chosen.costs, chosen.plan.program, budget=chosen.plan.budget)
         self.budget = chosen.plan.budget
         return chosen
 
     def _carried(self, known: Fit | None, graph: Graph) -> Choice | None:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
-        if known is None or known.chunks != 1:
+        if known is None or exactness(known.plan.rewrites) != "bitwise":
             return None
         elsewhere = [rewrite for rewrite in known.plan.rewrites if rewrite.name in ELSEWHERE]
         rewritten = apply(graph, (*EXACT, *elsewhere))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from lowtide.budget import read_budget
-from lowtide.choice import Offload
+from lowtide.choice import Leave, Offload
 from lowtide.errors import UsageError
 from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan
+from lowtide.rewrites import Allowed, read_allow
 
 Tell = Callable[[str], None]
 CostsFrom = Literal["measured", "roofline"]
@@ -34,7 +36,8 @@ class Request:
     offload: Place | None = None  # where values, state and parameters may go that the budget has no room for
     offload_budget: int | str | None = None  # bytes that may be there; None: most of what is free there
     offload_dir: str | os.PathLike[str] | None = None  # the folder of the file, where the place is the disk
-    rounding: bool = False  # results may be the same up to rounding, not to the bit
+    allow: str | Iterable[str] | None = None  # what may change the bits: a tier or names; None: nothing
+    rounding: bool = False  # short for the tier "rounding"
     tell: Tell | None = None  # is told, a line each, what happens before steps
 
     def __post_init__(self) -> None:
@@ -46,6 +49,12 @@ class Request:
         if isinstance(self.budget, str):
             read_budget(self.budget, persistent=1, eager_peak=1)
         self.places.refuse(planned=self.plan is not None)
+        Leave(self.allowed)
+
+    @cached_property
+    def allowed(self) -> Allowed:
+        """What may change the bits."""
+        return read_allow(self.allow, self.rounding)
 
     @property
     def places(self) -> Offload:

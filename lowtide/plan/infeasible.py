@@ -48,6 +48,7 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
         + f"\nThe least peak that was reached is {least:,} bytes{through}.",
         hint=f"a budget of {least:,} bytes can be planned; for less, lower the batch size or the widest layer.",
         least=least,
+        budget=budget,
     )
 
 

@@ -8,7 +8,7 @@ from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point
 from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
-from lowtide.report.plan import PlanReport, Summary, show_overhead, summarize
+from lowtide.report.plan import PlanReport, Summary, show_overhead, show_rewrite, summarize
 from lowtide.report.profile import Profile, profile
 from lowtide.report.show import Heading, Peaks, Report
 from lowtide.report.story import Story
@@ -38,6 +38,7 @@ __all__ = [
     "show_fitted",
     "show_offloaded",
     "show_overhead",
+    "show_rewrite",
     "show_seconds",
     "summarize",
 ]

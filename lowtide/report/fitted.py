@@ -10,8 +10,9 @@ from rich.console import Console
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.forgotten import forgotten_values
 from lowtide.report.offloaded import show_offloaded
-from lowtide.report.plan import Summary, show_overhead
+from lowtide.report.plan import Summary, show_overhead, show_rewrite
 from lowtide.report.table import Table
+from lowtide.rewrites import KEEPS, exactness
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
         ("overhead", show_overhead(summary.overhead), f"the bound is {show_overhead(summary.bound)}"),
         ("runs", f"{summary.runs:,}", f"of {summary.ops:,} ops; planned in {show_seconds(summary.planning_seconds)}"),
     ]
+    if changing := [one for one in summary.rewrites if one.exactness != "bitwise"]:
+        rows.append(("rewritten", ", ".join(map(show_rewrite, changing)), KEEPS[exactness(changing)]))
     rows += show_offloaded(summary.offloaded)
     if summary.offloaded:
         rows.append(("pages in memory", show_bytes(measured.resident), "now, of offload files; beside the peak"))

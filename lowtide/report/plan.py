@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any
@@ -21,15 +21,10 @@ from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
 from lowtide.report.profile import TOP
 from lowtide.report.show import TIMES, WIDEST, Heading
 from lowtide.report.table import Table
-from lowtide.rewrites import Exactness, Rewrite, exactness
+from lowtide.rewrites import KEEPS, Rewrite, exactness
 
 Where = tuple[str, str, Phase]  # module, target and phase of ops that are alike
 Layer = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]  # pattern of the path, targets with the shapes made
-KEEPS: Mapping[Exactness, str] = {
-    "bitwise": "every bit is eager's",
-    "rounding": "the same up to rounding",
-    "lossy": "other numbers than eager's",
-}
 ROWS = 15  # of a table; what is left is counted in a last one
 
 
@@ -291,7 +286,7 @@ def _promise(summary: Summary, asked: str) -> Table:
         rows.append(("in place", show_bytes(summary.in_place_nbytes), results))
     rows += show_offloaded(summary.offloaded)
     if summary.rewrites:
-        names = ", ".join(one.name if isinstance(one.setting, str) else str(one) for one in summary.rewrites)
+        names = ", ".join(map(show_rewrite, summary.rewrites))
         rows.append(("rewritten", names, KEEPS[exactness(summary.rewrites)]))
     narrow = [item for item in summary.kept if item.narrow]
     if narrow:
@@ -315,6 +310,12 @@ def _least(summary: Summary) -> list[tuple[str, str, str]]:
         return []
     proven = f"no plan can do with less than {show_bytes(summary.least_bound)}"
     return [("least feasible", show_bytes(summary.least_feasible), proven)]
+
+
+def show_rewrite(rewrite: Rewrite) -> str:
+    """A rewrite with what a person wants to know of its setting, and the error that was measured."""
+    name = rewrite.name if rewrite.exactness == "bitwise" and isinstance(rewrite.setting, str) else str(rewrite)
+    return name if rewrite.error is None else f"{name} (error {rewrite.error:.1e})"
 
 
 def show_overhead(fraction: float) -> str:

@@ -1,7 +1,7 @@
 """Graph -> Graph: passes over a step before it is planned, exact ones and others; PASSES fixes their order.
 
 EXACT are always taken. Those that need another place, and those that change the rounding, or more, are off unless they
-are named.
+are allowed by name or by tier.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
-from lowtide.rewrite.chunks import cut, longest
+from lowtide.resized import Resized
+from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
@@ -31,6 +31,7 @@ __all__ = [
     "cut",
     "leaving_bytes",
     "longest",
+    "named",
     "offload",
     "with_narrow",
 ]
@@ -42,7 +43,16 @@ class Pass:
 
     name: str
     exactness: Exactness
-    run: Callable[[Graph, Any], Graph]  # given the setting; returns the graph as it is where there is nothing to do
+    run: Callable[..., Graph]  # given the graph and the setting; returns the graph as it is where nothing is to do
+    rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
+    resizes: bool = False  # both are given the step at other sizes, too
+    instead_of: str = ""  # a milder pass that this one takes the place of
+
+    def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
+        """What may be tried on a captured graph; nothing where the step can't be captured at other sizes."""
+        if self.resizes:
+            return () if resized is None else tuple(self.rungs(graph, resized))
+        return tuple(self.rungs(graph))
 
     def by(self, setting: Setting = None) -> Rewrite:
         """What the pass is called in plans and reports."""
@@ -51,7 +61,7 @@ class Pass:
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
-    Pass("chunks", "rounding", cut),
+    Pass("chunks", "rounding", cut, counts),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
@@ -84,11 +94,16 @@ def offload(place: Place, *, most: int | None = None, homes: int = 0) -> tuple[R
     return (rows, _named("homes").by(place_and_bytes(place, homes))) if homes else (rows,)
 
 
+def named(name: str) -> Pass | None:
+    """The pass of this name."""
+    return next((one for one in PASSES if one.name == name), None)
+
+
 def _named(name: str) -> Pass:
     return next(one for one in PASSES if one.name == name)
 
 
-def apply(graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
+def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = None) -> Rewritten:
     """The graph after these passes, in the order of PASSES, whatever order they are named in; checked after each."""
     wanted = {rewrite.name: rewrite for rewrite in rewrites}
     if unknown := sorted(wanted.keys() - {one.name for one in PASSES}):
@@ -98,12 +113,18 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
     for one in PASSES:
         if one.name not in wanted:
             continue
-        before, graph = graph, one.run(graph, wanted[one.name].setting)
+        if one.resizes and resized is None:
+            raise UsageError(
+                f"{one.name} needs the step at other sizes, which nobody can capture of a graph alone.",
+                hint="give the step itself, with an example.",
+            )
+        setting = wanted[one.name].setting
+        before, graph = graph, one.run(graph, setting, resized) if one.resizes else one.run(graph, setting)
         if graph == before:
             continue
         if graph.fault is not None:
             raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
-        changes.append(_change(one.by(wanted[one.name].setting), before, graph))
+        changes.append(_change(one.by(setting), before, graph))
     return Rewritten(graph, tuple(changes))
 
 

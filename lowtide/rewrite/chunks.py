@@ -27,6 +27,8 @@ GRADIENT, STATE_GRADIENT, OPTIONS, WORKSPACE = 10, slice(11, 13), slice(13, 22),
 # Places of the backward's results: gradients of what was read, of the weights, and of the state before.
 WEIGHTS, STATE_BEFORE = slice(1, 5), slice(5, 7)
 
+SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+
 Weights = tuple[int | None, ...]  # a value for each result of the backward that is a gradient of weights
 
 
@@ -57,6 +59,14 @@ def longest(graph: Graph) -> int:
     """The time steps of the longest recurrent layer that can be cut; 0 where there is none."""
     layers, _ = _layers(graph, 2)
     return max((layer.spans[-1][1] for layer in layers), default=0)
+
+
+def counts(graph: Graph) -> list[int]:
+    """Into how many chunks the layers may be cut: 2, 4, 8, ... as long as a chunk has a few moments."""
+    moments, found = longest(graph), [2]
+    while found[-1] * SHORTEST <= moments:
+        found.append(2 * found[-1])
+    return found[:-1]
 
 
 @dataclass(frozen=True)

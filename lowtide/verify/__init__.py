@@ -21,13 +21,13 @@ SHOWN = 5  # differences that an error lists
 REACHES = "it reaches what it trains by another way than its arguments and the variables that it names itself."
 
 
-def refuse_call(steps: Any, *, rounding: bool = False) -> None:
+def refuse_call(steps: Any, *, allowed: bool = False) -> None:
     """Raise where so many steps can't be compared."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(f"verify={steps!r} is no number of steps.", hint="verify=3 compares the first three.")
-    if steps and rounding:
+    if steps and allowed:
         raise UsageError(
-            "with rounding=True bits differ from eager's by design.", hint="verify without it; it changes the rounding."
+            "with allow or rounding=True bits may differ from eager's by design.", hint="verify without it."
         )
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import lowtide
 from lowtide.aten import RECURRENT
 from lowtide.check import check
-from lowtide.choice import choose
+from lowtide.choice import Leave, choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
@@ -28,6 +28,7 @@ from lowtide.plan import as_eager, keep_everything
 from lowtide.plan import least as least_plan
 from lowtide.program import Plan, Program, Run
 from lowtide.rewrite import cut, longest, with_narrow
+from lowtide.rewrites import Allowed
 
 CLOSE = 5e-6  # of the largest entry: how far a gradient of weights may be from eager's
 LENGTH = 11  # time steps: not a multiple of the chunks
@@ -305,11 +306,11 @@ def test_the_quickest_plan_is_chosen(seconds: tuple[float, ...], chunks: int) ->
         asked.append(seconds[len(asked)])
         return Plan(Program(graph.fingerprint, ()), 1, 1, asked[-1], 5.0, 5.0, 1, 0.0)
 
-    chosen = choose(graph, price, search, rounding=True)
+    chosen = choose(graph, price, search, leave=Leave(Allowed("rounding")))
     assert chosen.chunks == chunks
     assert chosen.plan.program.graph == chosen.graph.fingerprint == with_narrow(cut(graph, chunks)).fingerprint
     asked.clear()
-    assert choose(graph, price, search, rounding=False).chunks == len(asked) == 1
+    assert choose(graph, price, search).chunks == len(asked) == 1
 
 
 def test_a_budget_that_nothing_fits(least: int) -> None:

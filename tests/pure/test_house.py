@@ -17,6 +17,7 @@ PACKAGE = "lowtide"
 # The map of the house. Every file and folder of the package has its place here, and in CONTRIBUTING.md.
 NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", "errors", "files", "tree"} | {
     "captured",
+    "resized",
     "guards",
     "changes",
     "sizes",
