@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lowtide.private  # noqa: F401 - first, for it refuses a torch that lowtide can't use
 from lowtide.allocator import meter
+from lowtide.attach import Attached, attach, detach
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.check import check
@@ -33,6 +34,7 @@ from lowtide.simulate import Simulation, simulate
 from lowtide.wrap import Wrapped, wrap
 
 __all__ = [
+    "Attached",
     "BatchError",
     "BudgetError",
     "Captured",
@@ -59,8 +61,10 @@ __all__ = [
     "Wait",
     "Wrapped",
     "as_eager",
+    "attach",
     "capture",
     "check",
+    "detach",
     "execute",
     "fit",
     "keep_everything",

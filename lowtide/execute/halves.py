@@ -177,7 +177,8 @@ class Half:
         if call is None or program is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
-                hint="what it held is gone: run the forward again. retain_graph does not keep it.",
+                hint="what it held is gone: run the forward again. retain_graph does not keep it; a step that goes "
+                "back twice works with lowtide.fit.",
             )
         self.refuse_autocast()
         self._unchanged(self._needed)
@@ -201,7 +202,7 @@ class Half:
         """Raise where the second half would run under autocast."""
         if torch.is_autocast_enabled(torch.device(self.captured.graph.device).type):
             raise UsageError(
-                "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
+                "backward() is called under torch.autocast, which would change the ops of a planned backward.",
                 hint="call backward() after the autocast block, as torch advises.",
             )
 
