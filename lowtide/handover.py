@@ -9,7 +9,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowtide import private, tree
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.errors import CaptureError, LowtideWarning, UsageError
+from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Half, Halves
 from lowtide.fit import Fit, Fitted, Manner, Request
 from lowtide.guards import Place
@@ -73,14 +73,16 @@ class Loop:
         self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
         self._begun: weakref.WeakSet[Half] = weakref.WeakSet()
         self._said = 1  # so many at a time need no word
-        self.fitted = Fitted(request, detached(example), Manner(self._capture, Halves, ALONE, lasting=False))
+        with _said(request.model):
+            self.fitted = Fitted(request, detached(example), Manner(self._capture, Halves, ALONE, lasting=False))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model makes of these arguments, with a history that leads to the second half of the step."""
         for handle in self._waiting:
             handle.remove()
         self._waiting = ()
-        half: Half = self.fitted(*detached((args, kwargs)))
+        with _said(self._model):
+            half: Half = self.fitted(*detached((args, kwargs)))
         self._begun.add(half)
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
@@ -323,6 +325,21 @@ def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves, structure = tree.flatten(batch)
     parts = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return tuple(structure.build(parts))
+
+
+@contextlib.contextmanager
+def _said(model: nn.Module) -> Iterator[None]:
+    """Where no plan fits: say what is there at the end of every backward of one's own loop."""
+    try:
+        yield
+    except BudgetError as error:
+        trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+        more = (
+            f"in your own loop all gradients, {trained:,} bytes, are there at the end of backward(), for the optimizer "
+            "comes after it; lowtide.fit(step, model, optimizer, ...) updates each weight once its gradient is made."
+        )
+        hint = f"{error.hint}\n{more}"
+        raise BudgetError(error.message, hint=hint, least=error.least, budget=error.budget) from None
 
 
 def warn_of_copy(what: str) -> None:

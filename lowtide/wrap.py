@@ -7,6 +7,7 @@ The model itself is left as it is; `lowtide/attach.py` changes the model instead
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -140,7 +141,9 @@ class Wrapped(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the model is pickled, so that whoever loads it needs no lowtide."""
         warn_of_copy("a wrapped model")
-        return self.unwrapped.__reduce_ex__(protocol)
+        found: Any = self.unwrapped.__reduce_ex__(protocol)
+        make, given, *others = found
+        return functools.partial(make, *given), (), *others  # pickle wants copyreg.__newobj__ for the same class only
 
 
 def _refuse_autocast() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowtide import device as devices
 from lowtide import report
-from lowtide.budget import allowance, read_budget
+from lowtide.budget import LEAST, allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Choice, Leave, choose, eager_peak, given, judged
@@ -21,6 +21,7 @@ from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
+from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, first_of
 from lowtide.rewrite import EXACT, apply
@@ -150,15 +151,21 @@ class Maker:
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
-        if self.budget is None:
+        planning, lowest = Planning(graph, costs, time_limit=self._request.time_limit), []
+        if self._request.budget == LEAST:  # of each shape: a later one may need more
+            lowest.append(planning.least())
+            self.budget = max(self.budget or 0, lowest[0].peak)
+        elif self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return plan(graph, costs, self.budget, time_limit=self._request.time_limit)
+        return planning.within(self.budget, known=lowest)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
         if self._request.budget is not None:
-            return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+            nbytes = read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+            part = str(self._request.budget).strip().endswith("%")  # of the step, to which nothing beside it belongs
+            return nbytes if part else max(1, nbytes - self._request.beside)
         return persistent + int(FREE * devices.of(device).free_bytes())
 
     def _price(self, graph: Graph) -> Costs:

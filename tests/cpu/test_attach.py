@@ -99,7 +99,9 @@ def test_every_model_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "gpt"])
 def test_a_tight_budget_is_kept(name: str) -> None:
-    train = assert_exact(lambda: models.build(models.SMALL[name]), make=partial(attaching, "70%", {"time_limit": 0.3}))
+    train = assert_exact(
+        lambda: models.build(models.SMALL[name]), make=partial(attaching, "least", {"time_limit": 0.3})
+    )
     fitted = train.attached.fitted
     assert fitted.mismatches == 0
     assert fitted.peak <= fitted.plan.budget
@@ -188,7 +190,7 @@ def test_with_the_forwards_of_others(on_top: bool) -> None:
     assert_alike(model, mirror)
 
 
-# ------------------------------------------------------------------------------------------------- others that look at it
+# ------------------------------------------------------------------------------------------ others that look at it
 
 
 def traced_by_jit(model: nn.Module, x: Tensor) -> Any:
@@ -208,6 +210,7 @@ def exported(model: nn.Module, x: Tensor) -> Any:
 
 
 def functional(model: nn.Module, x: Tensor) -> Any:
+    model.norm.eval()
     parameters = dict(model.named_parameters())
     grad = torch.func.grad(lambda given, x: torch.func.functional_call(model, given, (x,)).sum())
     return lambda x: torch.stack([one.sum() for one in grad(parameters, x).values()])
@@ -320,7 +323,8 @@ def test_a_copy_inside_another_object_is_plain() -> None:
 # ------------------------------------------------------------------------------------------------------- odd backwards
 
 
-def test_hooks_on_modules_and_parameters() -> None:
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_on_modules() -> None:
     """Those of the model itself run outside of its plan, those of its parts inside."""
     found: list[list[Any]] = []
     for model in twins():
@@ -338,7 +342,7 @@ def test_hooks_on_modules_and_parameters() -> None:
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_run_or_are_refused(kind: str) -> None:
+def test_hooks_on_parameters_run(kind: str) -> None:
     found: list[list[Any]] = []
     for model in twins():
         if found:
@@ -346,11 +350,7 @@ def test_hooks_on_parameters_run_or_are_refused(kind: str) -> None:
         seen: list[Any] = []
         for parameter in model.parameters():
             getattr(parameter, kind)(lambda given, seen=seen: seen.append(given.detach().sum()))
-        try:
-            train(model)
-        except lowtide.LowtideError as error:
-            assert "hook" in str(error), error
-            return
+        train(model)
         found.append(seen + [one.detach() for one in model.parameters()])
     assert all(same(one, other) for one, other in zip(*found, strict=True))
 
@@ -408,7 +408,7 @@ def test_one_autocast_around_two_calls_is_refused_where_eager_adds_in_its_precis
     lowtide.attach(mirror, **QUICK)
     with torch.autocast("cpu", torch.bfloat16):
         loss = mirror(torch.randn(6, 8)).sum() + mirror(torch.randn(6, 8)).sum()
-    with pytest.raises(lowtide.UsageError, match=r"under torch.autocast[\s\S]*lowtide\.fit"):
+    with pytest.raises(lowtide.UsageError, match=r"under torch\.autocast[\s\S]*lowtide\.fit"):
         loss.backward()
 
 
@@ -425,7 +425,7 @@ def test_each_autocast_has_its_plan() -> None:
 
 def test_what_can_not_be_attached_says_why() -> None:
     model, mirror = twins()
-    with pytest.raises(lowtide.UsageError, match="not a torch.nn.Module"):
+    with pytest.raises(lowtide.UsageError, match=r"not a torch\.nn\.Module"):
         lowtide.attach(len)  # type: ignore[arg-type]
     with pytest.raises(lowtide.UsageError, match="is not attached"):
         lowtide.detach(model)

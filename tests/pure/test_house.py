@@ -29,7 +29,21 @@ INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "private", 
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
-DOORS = {"__init__", "batch", "fit", "choice", "attach", "handover", "wrap", "scan", "verify", "peaks", "cli", "bench"}
+DOORS = {
+    "__init__",
+    "batch",
+    "fit",
+    "choice",
+    "attach",
+    "frameworks",
+    "handover",
+    "wrap",
+    "scan",
+    "verify",
+    "peaks",
+    "cli",
+    "bench",
+}
 REPOSITORY = "bench"  # a room that is not in the wheel
 ENTRANCE = "lowtide.cli.bench"  # the one file that asks for it
 
