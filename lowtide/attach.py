@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide import graph, private, tree
 from lowtide.capture.door import refuse_at_the_door, refuse_to_run
+from lowtide.capture.optimizer import state_bytes
 from lowtide.errors import UsageError
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
@@ -52,10 +53,10 @@ def attach(
     and pickles of the model are plain models. Everything else is as in `wrap`.
     """
     _refuse(model)
+    state = 0 if optimizer is None else state_bytes(optimizer)
     request = Request(
         model,
         model,
-        optimizer,
         budget=budget,
         plan=plan,
         time_limit=time_limit,
@@ -64,8 +65,10 @@ def attach(
         offload_budget=offload_budget,
         offload_dir=offload_dir,
         allow=allow,
+        beside=state or 0,
         tell=tell,
     )
+    request.say(_counted(model, optimizer, state))
     return Attached(request)
 
 
@@ -197,6 +200,17 @@ def _standing_before(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward.__func__(self, *args, **kwargs)  # type: ignore[attr-defined] # of a copy
 
     return planned
+
+
+def _counted(model: nn.Module, optimizer: Any, state: int | None) -> str:
+    """What is said of the optimizer's state."""
+    if optimizer is not None and state is not None:
+        return f"the optimizer's state is within the budget: {state:,} bytes"
+    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    why = (
+        "it has none yet, and its size is unknown" if optimizer is not None else "pass optimizer= for that"
+    )
+    return f"the optimizer's state is not within the budget ({why}); Adam's would be {2 * trained:,} bytes"
 
 
 def _refuse(model: nn.Module) -> None:

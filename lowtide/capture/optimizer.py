@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide import private
 from lowtide.capture.origin import user_line
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like
@@ -237,3 +238,27 @@ def _make_state(optimizer: torch.optim.Optimizer, needed: list[torch.Tensor]) ->
             hint="give the process more memory, or take an optimizer with less state.",
         ) from error
     optimizer.state.update(zip(missing, made, strict=True))
+
+
+def state_bytes(optimizer: Any) -> int | None:
+    """The bytes of the state that these optimizers have or will make at their first step; None: that is not known."""
+    nbytes, fake_mode = 0, private.fake_mode()
+    for one in optimizers_of(optimizer):
+        one = innermost(one)
+        for group in one.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter.requires_grad):
+                entries = one.state.get(parameter)
+                try:
+                    with fake_mode:
+                        entries = entries or initial_state(one, group, fake_like(parameter, fake_mode))
+                except CaptureError:
+                    return None
+                nbytes += sum(item.nbytes for item in entries.values() if isinstance(item, torch.Tensor))
+    return nbytes
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside others that only pass calls on, as Accelerate's and Lightning's do."""
+    while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inside
+    return optimizer

@@ -9,7 +9,7 @@ from transformers import TrainerCallback as Callback
 from lowtide.attach import MARK, Attached, attach, detach
 
 
-class TrainerCallback(Callback):  # type: ignore[misc]
+class TrainerCallback(Callback):
     """Trains within a budget: `Trainer(..., callbacks=[lowtide.TrainerCallback(budget="2GiB")])`.
 
     The budget counts the optimizer's state, too. Options are those of `lowtide.attach`.

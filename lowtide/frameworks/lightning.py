@@ -11,7 +11,7 @@ from lowtide.attach import MARK, Attached, attach, detach
 from lowtide.errors import UsageError
 
 
-class LightningCallback(Callback):  # type: ignore[misc]
+class LightningCallback(Callback):
     """Trains within a budget: `Trainer(callbacks=[lowtide.LightningCallback(budget="2GiB")])`.
 
     What runs by a plan is the forward of the one part of the module that has all parameters, or of the module itself;
