@@ -19,7 +19,8 @@ from torch import nn
 
 from lowtide import graph, private, tree
 from lowtide.capture.door import refuse_at_the_door, refuse_to_run
-from lowtide.capture.optimizer import state_bytes
+from lowtide.capture.optimizer import innermost, state_bytes
+from lowtide.captured import optimizers_of
 from lowtide.errors import UsageError
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
@@ -28,6 +29,7 @@ from lowtide.plan import TIME_LIMIT
 from lowtide.wrap import Wrapped
 
 MARK = "_lowtide"  # the name under which a model has what runs it
+EVALUATION = ("in eval()", "without gradients")
 KEYS = (MARK, "forward", "__deepcopy__", "__reduce_ex__")  # what an attached model has in its own __dict__
 
 
@@ -69,7 +71,7 @@ def attach(
         tell=tell,
     )
     request.say(_counted(model, optimizer, state))
-    return Attached(request)
+    return Attached(request, optimizer)
 
 
 def detach(model: nn.Module) -> None:
@@ -85,7 +87,7 @@ def detach(model: nn.Module) -> None:
 class Attached:
     """What runs an attached model: its plans, one set for each way in which the caller casts."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, optimizer: Any = None) -> None:
         self.model: nn.Module = request.model
         self.calls: Counter[str] = Counter()  # how many went which way
         self._request = request
@@ -93,6 +95,8 @@ class Attached:
         self._latest: Loop | None = None
         self._before = self.model.__dict__.get("forward", MISSING)
         self._forward: Callable[..., Any] = self.model.forward
+        hooked = [innermost(one) for one in optimizers_of(optimizer)]
+        self._hooks = [one.register_step_pre_hook(self._make_room) for one in hooked]
         self._ours = MethodType(_standing_before(self._forward), self.model)
         self._put()
 
@@ -117,6 +121,8 @@ class Attached:
         reason = self._aside(args, kwargs)
         self.calls[reason or "by a plan"] += 1
         if reason is not None:
+            if self.fitted is not None and reason in EVALUATION:
+                self.fitted.give_back()
             return self._forward(*args, **kwargs)
         autocast = Autocast.now()
         with nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
@@ -130,9 +136,9 @@ class Attached:
     def _aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call goes as ever; None: it goes by a plan."""
         if not self.model.training:
-            return "in eval()"
+            return EVALUATION[0]
         if not torch.is_grad_enabled():
-            return "without gradients"
+            return EVALUATION[1]
         if private.traced_by_others():
             return "traced by others"
         leaves, _ = tree.flatten((args, kwargs))
@@ -151,8 +157,15 @@ class Attached:
         for key in KEYS:
             if key != "forward":
                 self.model.__dict__.pop(key, None)
+        for hook in self._hooks:
+            hook.remove()
         self._loops.clear()
         self._latest = None
+
+    def _make_room(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before an update: give the arena back where that and what the update makes are more than eager's peak."""
+        if self.fitted is not None:
+            self.fitted.give_back(sum(one.nbytes for group in optimizer.param_groups for one in group["params"]))
 
     def _put(self) -> None:
         own = (self, self._ours, self._deepcopy, self._reduce)
@@ -207,9 +220,7 @@ def _counted(model: nn.Module, optimizer: Any, state: int | None) -> str:
     if optimizer is not None and state is not None:
         return f"the optimizer's state is within the budget: {state:,} bytes"
     trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    why = (
-        "it has none yet, and its size is unknown" if optimizer is not None else "pass optimizer= for that"
-    )
+    why = "it has none yet, and its size is unknown" if optimizer is not None else "pass optimizer= for that"
     return f"the optimizer's state is not within the budget ({why}); Adam's would be {2 * trained:,} bytes"
 
 

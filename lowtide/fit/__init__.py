@@ -131,6 +131,15 @@ class Fitted:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
 
+    def give_back(self, wanted: int | None = None) -> None:
+        """Give the system the arena that waits for the next step, which maps it anew.
+
+        With `wanted`, only where so many bytes beside it would be more than what eager's step holds at its peak.
+        """
+        fit = self._latest
+        if wanted is None or fit.plan.peak + wanted > fit.eager_peak:
+            fit.runner.device.arenas.empty()
+
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""
         return "\n".join(self.captured.guards.explain())
