@@ -22,6 +22,7 @@ from lowtide.capture.door import refuse_at_the_door, refuse_to_run
 from lowtide.capture.optimizer import innermost, state_bytes
 from lowtide.captured import optimizers_of
 from lowtide.errors import UsageError
+from lowtide.evaluation import Evaluation, budget_of
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
 from lowtide.handover import Autocast, Loop, sources_of, warn_of_copy
@@ -50,7 +51,8 @@ def attach(
     """Let `model` run its forward and backward within the budget from its next call on, in whatever loop calls it.
 
     The model stays the same object; its first call with gradients on is captured and planned. It runs as ever in
-    `eval()`, under `torch.no_grad()` and where others trace it; autocast is followed. `detach(model)` ends it. With
+    `eval()`, under `torch.no_grad()` and where others trace it, but under `torch.no_grad()` a forward of eager's that
+    would hold more than the budget is planned, too. Autocast is followed. `detach(model)` ends it. With
     `optimizer` the bytes of the optimizer's state are within the budget, too; without it, they are beside it. Copies
     and pickles of the model are plain models. Everything else is as in `wrap`.
     """
@@ -91,6 +93,7 @@ class Attached:
         self.model: nn.Module = request.model
         self.calls: Counter[str] = Counter()  # how many went which way
         self._request = request
+        self.evaluation = Evaluation(request, self.model.forward)  # without gradients
         self._loops: dict[Autocast | None, Loop] = {}
         self._latest: Loop | None = None
         self._before = self.model.__dict__.get("forward", MISSING)
@@ -120,9 +123,9 @@ class Attached:
         """What the model makes of these arguments, by a plan unless there is a reason to step aside."""
         reason = self._aside(args, kwargs)
         self.calls[reason or "by a plan"] += 1
+        if reason in EVALUATION:
+            return self._evaluate(args, kwargs)
         if reason is not None:
-            if self.fitted is not None and reason in EVALUATION:
-                self.fitted.give_back()
             return self._forward(*args, **kwargs)
         autocast = Autocast.now()
         with nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
@@ -132,6 +135,16 @@ class Attached:
                 self._loops[autocast] = loop
             self._latest = loop
             return loop(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward that is followed by no backward, or by one of eager's."""
+        if not torch.is_grad_enabled() and not private.traced_by_others():
+            found = self.evaluation.find(args, kwargs, budget_of(self._request, self.fitted))
+            if found is not None:
+                return self.evaluation.run(found, args, kwargs)
+        if self.fitted is not None:
+            self.fitted.give_back()
+        return self._forward(*args, **kwargs)
 
     def _aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call goes as ever; None: it goes by a plan."""

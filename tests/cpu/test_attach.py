@@ -320,6 +320,70 @@ def test_a_copy_inside_another_object_is_plain() -> None:
     assert mirror.__dict__["_lowtide"].model is mirror
 
 
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_evaluation_that_eager_has_no_room_for_is_planned(autocast: bool) -> None:
+    """Layers that are wide for a moment: eager's forward holds two of them, and more where they are named."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 512) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = [part(x) for part in self.parts]  # all at once, though each is used alone
+            return torch.stack([one.square().mean() for one in wide]).sum()
+
+    torch.manual_seed(0)
+    model = Wide().eval()
+    x = torch.randn(400, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(x)
+        budget = 2 * 400 * 512 * 4 + 400_000
+        attached = lowtide.attach(model, budget=budget, time_limit=0.3)
+        found = [model(x) for _ in range(3)]
+        assert all(same(expected, one) for one in found)
+        (planned,) = attached.evaluation._known.values()
+        assert (planned is None) == autocast  # half of the bytes fit
+        if planned is not None:
+            assert planned.peak <= budget
+            assert planned.mismatches == 0
+        assert all(same(model(x[:rows]), Wide.forward(model, x[:rows])) for rows in (3, 4, 5))
+        assert len(attached.evaluation._known) <= 2  # small ones fit for sure
+
+
+def test_an_evaluation_that_can_not_be_captured_runs_as_ever() -> None:
+    _, mirror = twins()
+    forward = mirror.forward
+    mirror.forward = lambda x: forward(x) * float(x.sum())  # type: ignore[method-assign]
+    lowtide.attach(mirror, budget="1MiB", **QUICK)
+    mirror.eval()
+    with torch.no_grad(), pytest.warns(lowtide.LowtideWarning, match="not planned, and may hold more"):
+        mirror(torch.ones(6, 8))
+    with torch.no_grad():
+        mirror(torch.ones(5, 8))
+
+
+def test_the_arena_goes_back_for_an_evaluation_and_for_an_update() -> None:
+    POOL.empty()
+    _, mirror = twins()
+    optimizer = torch.optim.SGD(mirror.parameters(), lr=0.1)
+    lowtide.attach(mirror, None, optimizer, **QUICK)
+    for _ in range(3):
+        mirror(torch.ones(64, 8)).sum().backward()
+        held = POOL.held()
+        optimizer.step()
+    assert held > 0
+    assert POOL.held() == 0  # all bytes of eager's peak are planned: nothing is left beside them
+    mirror(torch.ones(64, 8)).sum().backward()
+    assert POOL.held() > 0
+    mirror.eval()
+    mirror(torch.ones(64, 8))
+    assert POOL.held() == 0
+
+
 # ------------------------------------------------------------------------------------------------------- odd backwards
 
 

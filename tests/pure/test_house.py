@@ -35,6 +35,7 @@ DOORS = {
     "fit",
     "choice",
     "attach",
+    "evaluation",
     "frameworks",
     "handover",
     "wrap",
