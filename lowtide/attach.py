@@ -247,5 +247,6 @@ def _refuse(model: nn.Module) -> None:
         raise UsageError("the model is wrapped already.", hint="attach the model inside it: net.unwrapped.")
     if MARK in model.__dict__:
         raise UsageError("the model is attached already.", hint="lowtide.detach(model) first.")
-    refuse_at_the_door(model.forward, model, ())
+    with torch.autocast("cpu", enabled=False) if Autocast.now() is not None else nullcontext():
+        refuse_at_the_door(model.forward, model, ())
     refuse_to_run(model)

@@ -131,17 +131,18 @@ def test_accelerate(precision: str, first: bool) -> None:
     from accelerate.state import AcceleratorState
 
     found: list[dict[str, Any]] = []
+    budget = "90%" if precision == "no" else None  # what products of 16 bits hold inside is not known here
     for planned in (False, True):
         AcceleratorState._reset_state(True)
         accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
         model = net()
         if planned and first:
-            lowtide.attach(model, "90%", **QUICK)
+            lowtide.attach(model, budget, **QUICK)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(TensorDataset(torch.randn(96, 16)), batch_size=16)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         if planned and not first:
-            lowtide.attach(model, "90%", optimizer, **QUICK)
+            lowtide.attach(model, budget, optimizer, **QUICK)
         seen: dict[str, Any] = {}
         for number, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
