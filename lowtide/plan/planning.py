@@ -14,6 +14,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
+from lowtide.plan.classics.find import Find
 from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_copies, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
@@ -23,7 +24,7 @@ from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
-from lowtide.plan.recompute import lowest, recompute
+from lowtide.plan.recompute import Lead, lowest, recompute
 from lowtide.plan.settings import (
     ARENA_ATTEMPTS,
     ARENA_STEP,
@@ -32,8 +33,10 @@ from lowtide.plan.settings import (
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
+    STRETCH_GAP,
     TIME_LIMIT,
 )
+from lowtide.plan.stretches import stretches
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
@@ -223,18 +226,19 @@ class Planning:
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
-        program, quickest = self._within(self.arrays, starts, budget, bound, until)
+        program, quickest = self._within(self.arrays, starts, budget, bound, until, self._lead(budget, bound))
         if gate is not None and quickest - bound > CLOSE_TO_BOUND * self.base:
-            bound = bound_together(self.gates, gate, own, bound, quickest, time.monotonic() + self.time_limit / 2)
+            until = min(time.monotonic() + self.time_limit / 2, begun + 1.5 * self.time_limit)
+            bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
 
     def _within(
-        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float
+        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float, lead: Lead | None = None
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
         target, limit, program, quickest = budget, self.time_limit, None, 0.0
         for _ in range(ARENA_ATTEMPTS):
-            sequence = self._recompute(arrays, starts, target, bound, limit, until)
+            sequence = self._recompute(arrays, starts, target, bound, limit, until, lead)
             if sequence is None:
                 break
             timed, seconds = arrays.retimed(sequence, target)
@@ -248,17 +252,24 @@ class Planning:
             part = 1.0 if excess < SLIGHT_EXCESS * budget else ARENA_STEP
             target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
             starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
-            program = None
+            program, lead = None, None
         return program, quickest
 
     def _recompute(
-        self, arrays: Problem, starts: list[Ints], target: int, bound: float, limit: float, until: float
+        self,
+        arrays: Problem,
+        starts: list[Ints],
+        target: int,
+        bound: float,
+        limit: float,
+        until: float,
+        lead: Lead | None = None,
     ) -> Ints | None:
         """The quickest sequence within the target from these starts, or from the one with the least peak."""
         enough = self.base * (1 + CLOSE_TO_BOUND / 10) + bound
         tell = None if self.progress is None else self._tell(bound)
         found = recompute(
-            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell
+            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell, lead=lead
         )
         if found is None and arrays is self.arrays and arrays.peak(self._lowest_sequence) <= target:
             return self._recompute(arrays, [self._lowest_sequence], target, bound, limit, until)
@@ -287,6 +298,20 @@ class Planning:
         """What the dynamic program for chains finds, which is good where budgets are tight and nets are deep."""
         found = (self._classic(name, budget) for name in CHAINS)
         yield from (sequence for sequence in found if sequence is not None)
+
+    @cached_property
+    def _stretches(self) -> Find:
+        """Sequences of the chain whose segments may run several as one."""
+        return stretches(self.arrays, self.order, seconds=self.time_limit)
+
+    def _lead(self, budget: int, bound: float) -> Lead:
+        """A start of stretches, for where the quickest of the others is still far from the bound."""
+
+        def lead(seconds: float) -> Ints | None:
+            far = seconds - self.base - bound > STRETCH_GAP * self.base
+            return self._stretches(budget) if far and library() is not None else None
+
+        return lead
 
     def _finish(self, arrays: Problem, sequence: Ints, budget: int | None) -> Program:
         """The program of a sequence, with offsets; without an arena where only that keeps a small graph's budget.

@@ -7,6 +7,7 @@ is no compiler, nothing is ruined: the starts, shaved and tidied by `plain`, are
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -35,8 +36,12 @@ from lowtide.plan.settings import (
     SMALLEST_VALUE,
     START_PLACES,
     STARTS_SHARE,
+    STRETCH_LEAD,
+    STRETCH_RACE,
     TEMPERATURE,
 )
+
+Lead = Callable[[float], Ints | None]  # the quickest seconds so far -> a start, None: it is not worth it
 
 
 def shave(
@@ -120,10 +125,12 @@ def recompute(
     enough: float = 0.0,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
+    lead: Lead | None = None,
 ) -> Ints | None:
     """The quickest sequence within the budget that is found from these starts with `limit` seconds' worth of search.
 
-    It stops early where a sequence takes `enough` seconds or less.
+    It stops early where a sequence takes `enough` seconds or less. What `lead` makes joins the race only where it is
+    ahead of all others; elsewhere nothing changes.
     """
     smallest = int(problem.nbytes.max(initial=0) * SMALLEST_VALUE)
     field: list[_Runner] = []
@@ -144,6 +151,9 @@ def recompute(
             tried = tidy(problem, tried, budget, work=work)
             field.append(_Runner(problem.retimed(tried, budget)[1], family, tried))
         left -= START_PLACES - int(work[0])
+    if lead is not None and (ahead := _leading(problem, lead, field, len(starts), budget)) is not None:
+        field.append(ahead)
+        limit *= STRETCH_RACE
     if not field:
         return None
     race = _Race(problem, budget, smallest, limit, until, seed, progress)
@@ -160,6 +170,21 @@ class _Runner:
     seconds: float
     family: int  # the start that it comes from
     sequence: Ints
+
+
+def _leading(problem: Problem, lead: Lead, field: list[_Runner], family: int, budget: int) -> _Runner | None:
+    """What the lead makes of the quickest seconds so far, tidied, if it fits and is clearly quicker.
+
+    What is only a little ahead may end behind: the race changes its runners by more than that.
+    """
+    quickest = min((runner.seconds for runner in field), default=math.inf)
+    start = lead(quickest)
+    if start is None or problem.peak(start) > budget:
+        return None
+    tried = tidy(problem, start, budget)
+    seconds = problem.retimed(tried, budget)[1]
+    ahead = STRETCH_LEAD * float(problem.seconds[problem.optional == 0].sum())
+    return _Runner(seconds, family, tried) if seconds < quickest - ahead else None
 
 
 def _ahead(field: list[_Runner], among: int) -> list[_Runner]:

@@ -105,3 +105,12 @@ WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # ops that
 NOT_WORTH_DROPPING = 0.005  # of all bytes that the forward makes: those of the smallest values [chosen for 0013]
 WIDEST_CROSSING = 64  # segments: what crosses more of them is kept, or all carry long lists along [chosen for 0013]
 USELESS = 1.01  # what a crossing byte counts that no backward op reads: of equal places the useful one is cut [chosen]
+
+# --------------------------------------------------------------------------- stretches.py: segments that may run as one
+STRETCH_SEGMENTS = 120  # segments of the chain: the tables grow with the third power; 170 gain 0.01 points [0040]
+STRETCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # segments that may run as one [0040]
+STRETCH_OPS_A_SECOND = 5_000  # ops of stretches that are measured, for each second of search [0040]
+STRETCH_CLASSES = 1 / 3  # of the segments: so few are unlike each other in a step that is worth it [0040]
+STRETCH_LEAD = 0.005  # of the step's seconds: they join the race where they are so much ahead of other starts [0040]
+STRETCH_RACE = 0.8  # of the work of a race that they join: the rest is what they took themselves [0040]
+STRETCH_GAP = 0.003  # of the step's seconds: other starts that are this near the bound are good enough [0040]

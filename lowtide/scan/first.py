@@ -86,11 +86,18 @@ def run_with_graph(
             before = [one[id(leaf)] for leaf in state]
         given = [leaf.detach().requires_grad_() if leaf.requires_grad else leaf for leaf in inputs]
         outputs, after = cell(time_step, given, before, mask)
-        return outputs, after, Kept(before, given, _edges(after), _edges(outputs))
+        known: dict[int, GradientEdge | None] = {}
+        return outputs, after, Kept(before, given, _edges(after, known), _edges(outputs, known))
 
 
-def _edges(leaves: Iterable[Any]) -> list[GradientEdge | None]:
-    return [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+def _edges(leaves: Iterable[Any], known: dict[int, GradientEdge | None]) -> list[GradientEdge | None]:
+    """The edges of these tensors; those of tensors that fill several places are found once."""
+    found = []
+    for leaf in leaves:
+        if id(leaf) not in known:
+            known[id(leaf)] = get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None
+        found.append(known[id(leaf)])
+    return found
 
 
 def first_time_step(

@@ -91,9 +91,8 @@ class Loop:
             outputs, state, kept = run_with_graph(
                 self.cell, time_step, inputs, self._lean(time_step), mask, self.needs, twins=self.twins
             )
-        else:
-            with torch.no_grad():
-                return self.cell(time_step, self.columns[time_step], self.state, self.masks[time_step])
+        else:  # grad mode is off, in the sweep and in a backward
+            return self.cell(time_step, self.columns[time_step], self.state, self.masks[time_step])
         if keep:
             self.kept[time_step] = kept
         cut = {id(leaf): leaf.detach() for leaf in state}

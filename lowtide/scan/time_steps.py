@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from lowtide import tree
 from lowtide.errors import UsageError
 
 Leaves = list[Tensor]
+Build = Callable[[Sequence[Tensor]], Any]  # from leaves to what has them
 READINGS = "return (output, new state), or only the new state, with the same structure as the state that you pass in."
 
 
@@ -56,8 +59,10 @@ class Cell:
     """The caller's cell on flat lists of tensors; how to read its answer shows at its first call."""
 
     def __init__(self, function: Callable[[Any, Any], Any], time_steps: TimeSteps, state: Any) -> None:
-        self.function, self.time_step = function, time_steps.tree
+        self.function, self.build_inputs = function, _builder(time_steps.tree)
         self.state, self.first_state = tree.flatten(state)
+        self.first_build = _builder(self.first_state)
+        self.next_build: Build | None = None
         _refuse_others(self.state, "the state")
         if not self.state:
             raise UsageError(
@@ -71,9 +76,9 @@ class Cell:
         self, time_step: int, inputs: Sequence[Tensor], state: Sequence[Tensor], mask: Tensor | None
     ) -> tuple[list[Any], Leaves]:
         """The leaves of the output, some of them None, and of the next state."""
-        form = self.first_state if time_step == 0 else self.next_state
-        assert form is not None
-        result = self.function(_build(self.time_step, inputs), _build(form, state))
+        build = self.first_build if time_step == 0 else self.next_build
+        assert build is not None
+        result = self.function(self.build_inputs(inputs), build(state))
         if self.next_state is None:
             self._read(result)
         made = result[1] if self.pair else result
@@ -104,7 +109,7 @@ class Cell:
         if list(state.paths()) != wanted:
             raise UsageError(f"the cell was given the state {self.first_state} and returned {form}.", hint=READINGS)
         _refuse_others(leaves, "the state that the cell returned")
-        self.next_state = state
+        self.next_state, self.next_build = state, _builder(state)
 
     def results(self, outputs: Sequence[Any], state: Sequence[Tensor]) -> tuple[Any, Any]:
         """What scan returns."""
@@ -185,20 +190,41 @@ def _like(mask: Tensor, tensor: Tensor) -> Tensor:
     return mask.view(-1, *[1] * (tensor.dim() - 1))
 
 
-def _build(form: tree.Tree, leaves: Sequence[Tensor]) -> Any:
+def _builder(form: tree.Tree) -> Build:
+    """What a tree builds of its leaves; quickly where it is of tuples."""
     if form.form == "leaf":
-        return leaves[0]
-    if form.type is tuple and len(form.children) == len(leaves):
-        return tuple(leaves)
-    return form.build(leaves)
+        return itemgetter(0)
+    if form.type is not tuple:
+        return form.build
+    counts = [sum(1 for _ in child.paths()) for child in form.children]
+    if all(child.form == "leaf" for child in form.children):
+        return tuple
+    if len(counts) == 1:
+        alone = _builder(form.children[0])
+        return lambda leaves: (alone(leaves),)
+    ends = list(accumulate(counts))
+    parts = [
+        (_builder(child), slice(end - count, end))
+        for child, end, count in zip(form.children, ends, counts, strict=True)
+    ]
+    return lambda leaves: tuple([build(leaves[part]) for build, part in parts])
 
 
 def _leaves(thing: Any) -> list[Any]:
+    """The leaves of what a cell returns; quickly where it is of tuples."""
     if isinstance(thing, Tensor):
         return [thing]
-    if type(thing) is tuple and all(isinstance(part, Tensor) for part in thing):
-        return list(thing)
-    return tree.flatten(thing)[0]
+    if type(thing) is not tuple:
+        return tree.flatten(thing)[0]
+    if len(thing) == 1:
+        return _leaves(thing[0])
+    found: list[Any] = []
+    for part in thing:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += _leaves(part)
+    return found
 
 
 def _refuse_others(leaves: Sequence[Any], what: str) -> None:

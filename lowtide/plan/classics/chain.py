@@ -28,6 +28,7 @@ class Forward:
     step: int
     keep: Keep
     way: int = 0  # which of several sets of internals, where there are several
+    steps: int = 1  # how many in a row run as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Backward:
     """Run the backward of a step; afterwards its internals and its state are not kept any more."""
 
     step: int
+    steps: int = 1  # how many in a row run as one; this is the first
 
 
 Action = Forward | Backward

@@ -21,22 +21,33 @@ def cheapest(
 
     What no op of these makes is there for nothing. An op with an infinite price does not run again.
     """
-    runs = {op: 2 + number for number, op in enumerate(ops)}
-    made = [(value, op) for op in runs for value in links.makes[op]]
-    held = {value: 2 + len(runs) + number for number, (value, _) in enumerate(made)}
-    rows: list[tuple[int, int, float]] = [(0, held[value], np.inf) for value in wanted if value in held]
-    rows += [(held[value], runs[op], float(to_keep[value])) for value, op in made]
-    for op, node in runs.items():
-        rows.append((node, 1, float(to_run[op])))
-        rows += [(node, held[value], np.inf) for value in links.reads[op] if value in held]
-    if not rows:
-        return frozenset()
-    tail, head, price = (np.array(column) for column in zip(*rows, strict=True))
-    finite = np.isfinite(price)
-    units = np.full(len(price), ENDLESS, np.int64)
-    units[finite] = price[finite] * (WHOLE / (float(price[finite].sum()) or 1.0))
-    flow = max_flow.SimpleMaxFlow()
-    flow.add_arcs_with_capacity(tail, head, units)
-    flow.solve(0, 1)
-    reached = set(flow.get_source_side_min_cut())
-    return frozenset(value for value, op in made if held[value] in reached and runs[op] not in reached)
+    return Net(links, ops, wanted).cheapest(to_keep, to_run)
+
+
+class Net:
+    """The arcs of a cut, for many prices: what is wanted -> value -> the op that makes it -> end, and what ops read."""
+
+    def __init__(self, links: Links, ops: Iterable[int], wanted: Iterable[int]) -> None:
+        runs = {op: 2 + number for number, op in enumerate(ops)}
+        made = [(value, op) for op in runs for value in links.makes[op]]
+        held = {value: 2 + len(runs) + number for number, (value, _) in enumerate(made)}
+        endless = [(0, held[value]) for value in wanted if value in held]
+        endless += [(node, held[value]) for op, node in runs.items() for value in links.reads[op] if value in held]
+        paid = [(held[value], runs[op]) for value, op in made] + [(node, 1) for node in runs.values()]
+        self.ops, self.values = np.array(list(runs), np.int64), np.array([value for value, _ in made], np.int64)
+        self.arcs = np.array([*endless, *paid], np.int64).reshape(-1, 2).T.copy()
+        self.endless, self.made = len(endless), [(value, held[value], runs[op]) for value, op in made]
+
+    def cheapest(self, to_keep: Floats, to_run: Floats) -> frozenset[int]:
+        """The values to keep at these prices of all values and ops."""
+        if not self.arcs.size:
+            return frozenset()
+        price = np.concatenate((np.full(self.endless, np.inf), to_keep[self.values], to_run[self.ops]))
+        finite = np.isfinite(price)
+        units = np.full(len(price), ENDLESS, np.int64)
+        units[finite] = price[finite] * (WHOLE / (float(price[finite].sum()) or 1.0))
+        flow = max_flow.SimpleMaxFlow()
+        flow.add_arcs_with_capacity(*self.arcs, units)
+        flow.solve(0, 1)
+        reached = set(flow.get_source_side_min_cut())
+        return frozenset(value for value, held, run in self.made if held in reached and run not in reached)

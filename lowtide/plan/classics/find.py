@@ -79,7 +79,7 @@ def rotor(*, most: Sequence[int], menus: bool) -> Prepare:
         def find(budget: int | None) -> Ints | None:
             if budget is None or problem.peak(order) <= budget:
                 return order
-            found = (_solve(problem, budget, *chain) for chain in measured)
+            found = (solve(problem, budget, *chain) for chain in measured)
             return quickest(problem, (sequence for sequence in found if sequence is not None), budget)
 
         return find
@@ -87,7 +87,8 @@ def rotor(*, most: Sequence[int], menus: bool) -> Prepare:
     return prepare
 
 
-def _solve(problem: Problem, budget: int, chain: Segments, sizes: Chain, menus: Menus) -> Ints | None:
+def solve(problem: Problem, budget: int, chain: Segments, sizes: Chain, menus: Menus) -> Ints | None:
+    """The quickest sequence of the chain within the budget."""
     unit = max(1.0, (budget - problem.persistent) / MEMORY_UNITS)
     table = Rotor(sizes.in_units(unit), int(HEADROOM * MEMORY_UNITS))
 

@@ -12,9 +12,9 @@ from operator import le
 
 import numpy as np
 
-from lowtide.plan.classics.cut import cheapest
+from lowtide.plan.classics.cut import Net
 from lowtide.plan.classics.rotor import Chain, Way
-from lowtide.plan.classics.segments import Menus, Segments, Values
+from lowtide.plan.classics.segments import Menus, Segment, Segments, Values
 from lowtide.plan.classics.tape import Tape
 from lowtide.plan.problem import Floats, Ints
 from lowtide.plan.settings import MENU_FEW, MENU_PRICES
@@ -28,27 +28,13 @@ def measured_chain(segments: Segments, *, menus: bool) -> tuple[Chain, Menus]:
     choose = meter.menu if menus else meter.whole
     known: dict[Hashable, list[tuple[Way, list[int]]]] = {}
     found: list[Menu] = []
-    gradient = meter.gradient()
-    for number in range(len(segments.parts)):
+    for number, part in enumerate(segments.parts):
         signature, values = meter.signature(number)
         place = {value: index for index, value in enumerate(values)}
         if signature not in known:
-            known[signature] = [(way, [place[value] for value in keep]) for way, keep in choose(number)]
-        more = float(gradient[number])
-        found.append(
-            [
-                (replace(way, backward=way.backward + more, alone=way.alone + more), Values(values[at] for at in keep))
-                for way, keep in known[signature]
-            ]
-        )
-    chain = Chain(
-        seconds=np.array([meter.seconds(part.forward) for part in segments.parts]),
-        ways=tuple(tuple(way for way, _ in menu) for menu in found),
-        crossing=meter.crossing(),
-        transit=meter.transit(),
-        gradient=gradient,
-    )
-    return chain, [[keep for _, keep in menu] for menu in found]
+            known[signature] = [(way, [place[value] for value in keep]) for way, keep in choose(number, part)]
+        found.append([(way, Values(values[at] for at in keep)) for way, keep in known[signature]])
+    return meter.chain(found)
 
 
 class Meter:
@@ -64,6 +50,27 @@ class Meter:
             for op in part.backward:
                 self.last.update(dict.fromkeys(self.links.makes[op], number))
                 self.last.update((value, number) for value in self.links.reads[op] if value in self.last)
+
+    def chain(self, menus: Sequence[Menu]) -> tuple[Chain, Menus]:
+        """The chain with these ways, to which gradients from before are added, and what each way keeps."""
+        gradient = self.gradient()
+        ways = []
+        for number, menu in enumerate(menus):
+            more = [float(gradient[number + way.stages - 1]) for way, _ in menu]
+            ways.append(
+                tuple(
+                    replace(way, backward=way.backward + by, alone=way.alone + by)
+                    for (way, _), by in zip(menu, more, strict=True)
+                )
+            )
+        made = Chain(
+            seconds=np.array([self.seconds(part.forward) for part in self.parts]),
+            ways=tuple(ways),
+            crossing=self.crossing(),
+            transit=self.transit(),
+            gradient=gradient,
+        )
+        return made, [[keep for _, keep in menu] for menu in menus]
 
     def seconds(self, ops: Iterable[int]) -> float:
         """The seconds of these runs."""
@@ -117,12 +124,11 @@ class Meter:
                 found[i, i:] = np.maximum.reduceat(profile, starts[i:count] - starts[i])
         return found
 
-    def way(self, number: int, keep: Values) -> Way:
+    def way(self, number: int, part: Segment, keep: Values) -> Way:
         """What it takes, gradients from before aside, to keep these internals and to make others again."""
-        part = self.parts[number]
         touched = {v for op in part.backward for v in (*self.links.reads[op], *self.links.makes[op])}
         after = [*part.entering, *(value for value in touched if self.last.get(value, number) < number)]
-        backward = self.backward(number, keep)
+        backward = self.backward(part, keep)
         there = (keep | part.leaving) & part.made & {value for op in backward for value in self.links.reads[op]}
         return Way(
             kept=self.nbytes(keep),
@@ -132,51 +138,47 @@ class Meter:
             seconds=self.seconds(backward) - self.seconds(part.backward),
         )
 
-    def backward(self, number: int, keep: Values) -> list[int]:
+    def backward(self, part: Segment, keep: Values) -> list[int]:
         """The backward of a segment of which these internals were kept."""
-        part = self.parts[number]
         tape = Tape(self.links)
         tape.dropped = set(part.made - keep - part.leaving)
         for op in part.backward:
             tape.run(op)
         return tape.ops
 
-    def whole(self, number: int) -> Menu:
+    def whole(self, number: int, part: Segment) -> Menu:
         """The one way that keeps all internals."""
-        keep = self.parts[number].internals
-        return [(self.way(number, keep), keep)]
+        return [(self.way(number, part, part.internals), part.internals)]
 
-    def menu(self, number: int) -> Menu:
-        """Ways to keep ever less, without those that are worse than another in everything."""
-        keeps = dict.fromkeys((*self.greedy(number), *self.cuts(number)))
-        found = {keep: astuple(self.way(number, keep)) for keep in keeps}
+    def menu(self, number: int, part: Segment) -> Menu:
+        """Ways to keep ever less, without those that are worse than another in everything; it begins at this number."""
+        keeps = dict.fromkeys((*self.greedy(part), *self.cuts(part)))
+        found = {keep: astuple(self.way(number, part, keep)) for keep in keeps}
         sizes = list(found.values())
         better = [size for size in sizes if not any(other != size and all(map(le, other, size)) for other in sizes)]
         return [(Way(*size), keep) for keep, size in found.items() if size in better]
 
-    def greedy(self, number: int) -> Iterator[Values]:
+    def greedy(self, part: Segment) -> Iterator[Values]:
         """All internals, then ever fewer: the one goes that costs the least seconds for its bytes."""
-        keep = self.parts[number].internals
+        keep = part.internals
         yield keep
-        while keep and len(self.parts[number].internals) <= MENU_FEW:
-            now = self.seconds(self.backward(number, keep))
-            price = {
-                v: (self.seconds(self.backward(number, keep - {v})) - now) / self.nbytes([v]) for v in sorted(keep)
-            }
+        while keep and len(part.internals) <= MENU_FEW:
+            now = self.seconds(self.backward(part, keep))
+            price = {v: (self.seconds(self.backward(part, keep - {v})) - now) / self.nbytes([v]) for v in sorted(keep)}
             keep = keep - {min(price, key=price.__getitem__)}
             yield keep
 
-    def cuts(self, number: int) -> Iterator[Values]:
+    def cuts(self, part: Segment) -> Iterator[Values]:
         """The minimum cuts of the segment as a byte is made ever dearer."""
-        part, problem = self.parts[number], self.problem
+        problem = self.problem
         if part.internals:
             nbytes = problem.nbytes.astype(np.float64)
             nbytes[list(part.leaving)] = 0
             sizes, seconds = nbytes[list(part.internals)], max(self.seconds(part.forward), 1e-12)
             to_run = np.where(problem.repeatable, problem.seconds, np.inf)
-            wanted = {value for op in part.backward for value in self.links.reads[op]}
+            net = Net(self.links, part.forward, {value for op in part.backward for value in self.links.reads[op]})
             for price in np.geomspace(1e-3 * seconds / sizes.sum(), 2 * seconds / sizes.min(), MENU_PRICES):
-                yield cheapest(self.links, part.forward, wanted, price * nbytes, to_run) & part.made - part.leaving
+                yield net.cheapest(price * nbytes, to_run) & part.made - part.leaving
 
     def signature(self, number: int) -> tuple[Hashable, list[int]]:
         """What is equal for segments that are identical, and their values in an order of their own."""

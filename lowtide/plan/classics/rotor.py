@@ -32,6 +32,7 @@ class Way:
     backward: float  # most memory during the backward, with gradients, what was kept and what leaves the stage
     alone: float  # most memory when the backward follows right after the forward, with gradients
     seconds: float = 0.0  # that the backward takes beyond what it always takes: recomputation inside the stage
+    stages: int = 1  # how many in a row run as one
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Chain:
 
         def rounded(way: Way) -> Way:
             kept, forward, backward, alone = np.rint(np.array((way.kept, way.forward, way.backward, way.alone)) / unit)
-            return Way(kept, forward, backward, alone, way.seconds)
+            return Way(kept, forward, backward, alone, way.seconds, way.stages)
 
         return replace(
             self,
@@ -80,10 +81,10 @@ def plain_chain(
     np.fill_diagonal(transit, outputs + during)
     forward, backward = saves + during, inputs + outputs + saves + after
     alone = np.maximum(forward + outputs, backward)
-    ways = zip(saves - outputs, forward, backward, alone, strict=True)
+    ways = zip(*(sizes.tolist() for sizes in (saves - outputs, forward, backward, alone)), strict=True)
     return Chain(
         seconds=np.array(seconds, float),
-        ways=tuple((Way(*map(float, way)),) for way in ways),
+        ways=tuple((Way(*sizes),) for sizes in ways),
         crossing=np.tile(inputs, (length, 1)),
         transit=transit,
         gradient=outputs,
@@ -117,13 +118,14 @@ class Rotor:
 
     def _keep_internals(self, i: int, way: Way) -> None:
         """Enter what the stretches i .. j cost for every j when stage i runs this way."""
-        row, seconds = self.table[i], np.float32(self.chain.seconds[i] + way.seconds)
-        row[i, int(way.alone) :] = np.minimum(row[i, int(way.alone) :], seconds)
-        if i + 1 < self.length:
-            found = _beside(self.table[i + 1, i + 1 :], self._held(i, way)) + seconds
-            needs = np.maximum(int(way.forward) + self.gradient[i + 1 :], int(way.backward))
+        row, next_ = self.table[i], i + way.stages
+        seconds = np.float32(self.chain.seconds[i:next_].sum() + way.seconds)
+        row[next_ - 1, int(way.alone) :] = np.minimum(row[next_ - 1, int(way.alone) :], seconds)
+        if next_ < self.length:
+            found = _beside(self.table[next_, next_:], self._held(i, way)) + seconds
+            needs = np.maximum(int(way.forward) + self.gradient[next_:], int(way.backward))
             found[np.arange(self.memory + 1) < needs[:, None]] = np.inf
-            np.minimum(row[i + 1 :], found, out=row[i + 1 :])
+            np.minimum(row[next_:], found, out=row[next_:])
 
     def _run_ahead(self, i: int, right: Costs32) -> None:
         """Enter what the stretches i .. j cost, j by j, when the first thing is to run ahead to the best stage k."""
@@ -142,7 +144,7 @@ class Rotor:
 
     def _held(self, i: int, way: Way) -> int:
         """The units that stay while the stages after i are done."""
-        return int(way.kept) + int(self.crossing[i, i + 1])
+        return int(way.kept) + int(self.crossing[i, i + way.stages])
 
     def seconds(self, memory: int | None = None) -> float:
         """The least seconds of all forwards, and of recomputation inside backwards; infinite where nothing fits."""
@@ -164,24 +166,26 @@ class Rotor:
                 actions += advance(i, k)
                 waiting += [(i, k - 1, units), (k, j, units - int(self.crossing[i, k]))]
                 continue
-            actions.append(Forward(i, "internals", way))
-            waiting.append(Backward(i))
-            if j > i:
-                waiting.append((i + 1, j, units - self._held(i, self.chain.ways[i][way])))
+            chosen = self.chain.ways[i][way]
+            actions.append(Forward(i, "internals", way, chosen.stages))
+            waiting.append(Backward(i, chosen.stages))
+            if j >= i + chosen.stages:
+                waiting.append((i + chosen.stages, j, units - self._held(i, chosen)))
         return actions
 
     def _best(self, i: int, j: int, units: int) -> tuple[int | None, int]:
         """How to begin the stretch: the way to run stage i, or the stage to run ahead to."""
         options: list[tuple[float, int | None, int]] = []
         for number, way in enumerate(self.chain.ways[i]):
-            if j == i:
-                fits, rest = units >= way.alone, 0.0
+            next_ = i + way.stages
+            if j < next_:
+                fits, rest = j == next_ - 1 and units >= way.alone, 0.0
             else:
                 held = self._held(i, way)
                 fits = units >= max(way.forward + self.gradient[j], way.backward, held)
-                rest = float(self.table[i + 1, j, units - held]) if fits else 0.0
+                rest = float(self.table[next_, j, units - held]) if fits else 0.0
             if fits:
-                options.append((float(self.chain.seconds[i]) + way.seconds + rest, number, 0))
+                options.append((float(self.chain.seconds[i:next_].sum()) + way.seconds + rest, number, 0))
         for k in range(i + 1, j + 1):
             if units >= max(self.widest[i, k - 1] + self.gradient[j], self.crossing[i, k]):
                 right = float(self.table[k, j, units - self.crossing[i, k]])

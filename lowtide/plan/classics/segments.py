@@ -41,6 +41,23 @@ class Segments:
     droppable: Values
     parts: tuple[Segment, ...]
 
+    def joined(self, first: int, steps: int) -> Segment:
+        """So many segments in a row as one."""
+        if steps == 1:
+            return self.parts[first]
+        parts = self.parts[first : first + steps]
+        backward = tuple(op for part in reversed(parts) for op in part.backward)
+        made = Values().union(*(part.made for part in parts))
+        read = made.intersection(value for op in backward for value in self.links.reads[op])
+        return Segment(
+            forward=tuple(op for part in parts for op in part.forward),
+            backward=backward,
+            made=made,
+            internals=read - parts[-1].leaving,
+            entering=parts[0].entering,
+            leaving=parts[-1].leaving,
+        )
+
     def replay(self, schedule: Sequence[Action], menus: Menus | None = None) -> Ints:
         """The sequence of a schedule in which each step is a segment."""
         tape = Tape(self.links)
@@ -49,7 +66,7 @@ class Segments:
         running = Values()  # what the segment that just ran has handed on
         begun: set[int] = set()
         for action in schedule:
-            part, place = self.parts[action.step], len(tape.ops)
+            part, place = self.joined(action.step, action.steps), len(tape.ops)
             released = [running]
             running = Values()
             if isinstance(action, Backward):
@@ -63,7 +80,7 @@ class Segments:
                 if action.step in begun:
                     tape.bring(part.leaving | kept)
                 else:
-                    begun.add(action.step)
+                    begun.update(range(action.step, action.step + action.steps))
                     for op in part.forward:
                         tape.run(op)
                 running = part.leaving
