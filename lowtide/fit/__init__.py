@@ -65,7 +65,7 @@ class Fitted:
         assert stale is not None
         self._changes.note(stale.change)
         self._request.say(f"{stale.change.what}: the step is captured anew, within the same budget")
-        made = self._maker.make(batch, self._changes.numbers, known=self._latest)
+        made = self._maker.make(batch, self._changes.numbers, known=self._fits)
         one = self._keep(given.key, made)
         result = one.take(given)
         one.hold()
@@ -77,7 +77,7 @@ class Fitted:
         if one is None:
             self._request.say(f"{why}: the step is captured anew")
             arguments = tuple(batch.structure.build(batch.leaves))
-            one = self._keep(batch.key, self._maker.make(arguments, self._changes.numbers, known=self._latest))
+            one = self._keep(batch.key, self._maker.make(arguments, self._changes.numbers, known=self._fits))
         self._kept.use(batch.key, one)
         return one.fit
 

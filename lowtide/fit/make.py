@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
+from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, measure, roofline, with_lanes
@@ -28,6 +29,11 @@ from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import exactness
 
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
+
+ROOMY, WASTE = (
+    0.75,
+    0.02,
+)  # of the budget, and overhead: a carried plan that leaves so much and costs so much is no good
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
 
@@ -68,20 +74,24 @@ class Maker:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
         self._request, self._manner = request, manner
 
-    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Fit | None = None) -> Fit:
-        """The step for batches like this one; from a similar one, if one is known, where that can be."""
+    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
+        """The step for batches like this one; from a similar one, where one is known: the latest are first."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         leave = Leave(self._request.allowed, self._resized(batch, numbers))
-        if known is None and self._request.plan is not None:
+        if not known and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
-            chosen = self._carried(known, captured.graph) or choose(
-                captured.graph,
-                self._price,
-                self._search,
-                leave=leave,
-                away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+            chosen = (
+                self._shrunk(known, captured.graph)
+                or self._carried(known, captured.graph)
+                or choose(
+                    captured.graph,
+                    self._price,
+                    self._search,
+                    leave=leave,
+                    away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+                )
             )
         found = chosen.plan
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
@@ -134,10 +144,30 @@ class Maker:
         self.budget = chosen.plan.budget
         return chosen
 
-    def _carried(self, known: Fit | None, graph: Graph) -> Choice | None:
-        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
-        if known is None or exactness(known.plan.rewrites) != "bitwise":
+    def _shrunk(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
+        """A plan from that of the next larger batch, without measuring; where that wastes time, a new one."""
+        rewritten = apply(graph, EXACT)
+        candidate = rewritten.graph
+        exact = [one for one in fits if one.plan.rewrites == rewritten.rewrites]
+        larger = [one for one in exact if smaller(one.runner.captured.graph, candidate)]
+        if not larger or any(one.runner.captured.graph.fingerprint == candidate.fingerprint for one in exact):
             return None
+        known = min(larger, key=lambda one: sum(one.costs.nbytes))
+        before = known.runner.captured.graph
+        costs = scaled(known.costs, before, candidate)
+        found = carry(known.plan, before, candidate, costs, self.budget)
+        peak = eager_peak(graph, rewritten, costs, roofline)
+        idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
+        if found is None or (idle and found.overhead > WASTE):
+            self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
+            found = self._search(candidate, costs, peak)
+        return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
+
+    def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
+        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
+        if not fits or exactness(fits[0].plan.rewrites) != "bitwise":
+            return None
+        known = fits[0]
         elsewhere = [rewrite for rewrite in known.plan.rewrites if rewrite.name in ELSEWHERE]
         rewritten = apply(graph, (*EXACT, *elsewhere))
         candidate, costs = rewritten.graph, self._price(rewritten.graph)

@@ -37,6 +37,13 @@ class Adaptive(torch.optim.Optimizer):
         parameter.add_(change * ratio, alpha=-lr).lerp_(state["origin"], 1e-3)
 
 
+class Plain(Adaptive):
+    """Has no state at all."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], lr: Any) -> None:
+        parameter.add_(gradient, alpha=-lr)
+
+
 class FromGradient(Adaptive):
     """Its first average is the gradient."""
 
@@ -73,9 +80,10 @@ def build(kind: type[Adaptive]) -> tuple[nn.Module, Adaptive, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def test_an_optimizer_of_others_is_fitted_from_its_first_step_on() -> None:
-    model, optimizer, scheduler = build(Adaptive)
-    mirror, other, mirrored_scheduler = build(Adaptive)
+@pytest.mark.parametrize("kind", [Adaptive, Plain])
+def test_an_optimizer_of_others_is_fitted_from_its_first_step_on(kind: type[Adaptive]) -> None:
+    model, optimizer, scheduler = build(kind)
+    mirror, other, mirrored_scheduler = build(kind)
     x = torch.randn(4, 6)
     train = lowtide.fit(step, mirror, other, example=(x,), costs="roofline", time_limit=0.3)
     assert not other.state
