@@ -47,6 +47,20 @@ UNWRITTEN = frozenset(
     }
 )
 
+# Calls that read sizes of their arguments and no contents, and whose results are filled with one number or left as they
+# were: the same for every part of a batch.
+SAME_ANYWAY = UNWRITTEN | {
+    "aten.ones_like.default",
+    "aten.zeros_like.default",
+    "aten.full_like.default",
+    "aten.new_zeros.default",
+    "aten.new_ones.default",
+    "aten.new_full.default",
+    "aten.zeros.default",
+    "aten.ones.default",
+    "aten.full.default",
+}
+
 # ---- what numbers come out
 
 CAST = "aten._to_copy.default"  # keeps sizes and strides; cast to bool, what is not zero is true, NaN included
@@ -54,6 +68,14 @@ ADD = "aten.add.Tensor"  # with which autograd adds up gradients
 # Draws of 0 or 1.
 COINS = frozenset({"aten.bernoulli_.float", "aten.bernoulli_.Tensor", "aten.bernoulli.default", "aten.bernoulli.p"})
 QUOTIENTS = frozenset({"aten.div_.Scalar", "aten.div.Scalar"})
+# Losses that divide by the weights of the labels that count, and the places of their arguments: labels, weights,
+# reduction, the label that does not count.
+LABELLED: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
+    {"aten.nll_loss_forward.default": (1, 2, 3, 4), "aten.nll_loss2d_forward.default": (1, 2, 3, 4)}
+)
+MEAN, SUM = 1, 2  # reductions
+# Backwards that make each of their results by a kernel of its own, and the place of the argument that asks for each.
+SEPARABLE: Mapping[str, int] = MappingProxyType({"aten.convolution_backward.default": 10})
 RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "aten.threshold_backward.default"
 # Calls whose second result counts the elements of a plane of their argument: the dimensions of that plane.
 INDICES: Mapping[str, int] = MappingProxyType(

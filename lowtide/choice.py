@@ -10,17 +10,17 @@ from typing import get_args
 from lowtide import device as devices
 from lowtide.budget import read_budget
 from lowtide.check import check
-from lowtide.costs import Costs
+from lowtide.costs import Costs, lanes
 from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.measure import roofline
-from lowtide.plan import as_eager
+from lowtide.plan import as_eager, least
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload
+from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
 from lowtide.simulate import simulate
 
@@ -28,6 +28,8 @@ AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own pr
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+
+Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Away:
     place: Place
     most: int | None = None  # bytes that may be there; None: no limit
     lasting: bool = True  # whether state and parameters may live there
+
+    @staticmethod
+    def nearest(device: str, *, lasting: bool = True) -> Away | None:
+        """The place that can be asked for first, if this device has any."""
+        place = next(iter(devices.of(device).stores), None)
+        return None if place is None else Away(place, lasting=lasting)
 
     def rewrites(self, homes: int = 0) -> tuple[Rewrite, ...]:
         """The passes that allow it, with state and parameters of so many bytes out of the device."""
@@ -121,9 +129,10 @@ class Leave:
     def milds(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What changes the rounding, if allowed: nothing first, then each technique alone, then all together."""
         alone = [found for name in ROUNDING if (found := self.rungs(graph, name))]
-        longest = max(map(len, alone), default=0)
-        together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in alone) for place in range(longest)]
-        return [(), *((one,) for rungs in alone for one in rungs), *(together if len(alone) > 1 else ())]
+        social = [rungs for rungs in alone if (one := named(rungs[0].name)) is None or not one.alone]
+        longest = max(map(len, social), default=0)
+        together = [tuple(rungs[min(place, len(rungs) - 1)] for rungs in social) for place in range(longest)]
+        return [(), *((one,) for rungs in alone for one in rungs), *(together if len(social) > 1 else ())]
 
     def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
@@ -166,18 +175,24 @@ def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Calla
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     *,
     leave: Leave = EXACTLY,
     away: Away | None = None,
+    could: Away | None = None,
 ) -> Choice:
     """The quickest plan of a captured graph, with the least that must be allowed.
 
     `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
-    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps.
+    and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
+    error says what would fit if there were a place to go to that is only named (`could`).
     """
     if away is None:
-        return _choose(graph, price, search, leave)
+        try:
+            return _choose(graph, price, search, leave)
+        except BudgetError as error:
+            raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
+    rungs = away.homes(graph)
     try:
         best = _choose(graph, price, search, leave, away.rewrites())
     except BudgetError as failure:
@@ -185,10 +200,10 @@ def choose(
     if best is not None and best.plan.overhead <= WORTH:
         return best
     # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
-    rungs = away.homes(graph)
+    part = 1 / max(1, len(rungs))
     for homes in rungs if best is not None else reversed(rungs):
         try:
-            found = _choose(graph, price, search, EXACTLY, away.rewrites(homes))
+            found = _choose(graph, price, search, EXACTLY, away.rewrites(homes), part)
         except BudgetError as failure:
             if best is not None:
                 break
@@ -204,12 +219,13 @@ def choose(
 def _choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
-    search: Callable[[Graph, Costs, int], Plan],
+    search: Search,
     leave: Leave,
     besides: tuple[Rewrite, ...] = (),
+    part: float = 1.0,
 ) -> Choice:
     """The quickest plan of a captured graph, with the fewest lossy techniques with which any fits."""
-    chooser = _Chooser(graph, price, search, leave)
+    chooser = _Chooser(graph, price, search, leave, part)
     milds = leave.milds(graph)
     for lossy in leave.lossies(graph):
         for mild in milds:
@@ -228,10 +244,11 @@ class _Chooser:
         self,
         graph: Graph,
         price: Callable[[Graph], Costs],
-        search: Callable[[Graph, Costs, int], Plan],
+        search: Search,
         leave: Leave,
+        part: float,
     ) -> None:
-        self.graph, self.price, self.search, self.leave = graph, price, search, leave
+        self.graph, self.price, self.search, self.leave, self.part = graph, price, search, leave, part
         self.best: Choice | None = None
         self.failure: BudgetError | None = None  # the one with the least peak
         self.eager: int | None = None  # bytes
@@ -242,6 +259,10 @@ class _Chooser:
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
             return False  # a technique found nothing to do here: the same was planned without it
+        if any(one.resizes for one in PASSES if one.name in {done.name for done in rewrites}) and self.hopeless(
+            candidate
+        ):
+            return False
         costs = self.price(candidate)
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
@@ -249,7 +270,7 @@ class _Chooser:
         if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
             return False  # slower, even if nothing runs twice
         try:
-            found = replace(self.search(candidate, costs, self.eager), rewrites=rewritten.rewrites)
+            found = replace(self.search(candidate, costs, self.eager, self.part), rewrites=rewritten.rewrites)
         except BudgetError as error:
             self.failure = min(self.failure or error, error, key=_least)
             return False
@@ -257,7 +278,12 @@ class _Chooser:
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
         if found.seconds < limit:
             self.best = Choice(candidate, costs, found, self.eager)
-        return exact and found.seconds <= found.base_seconds  # nothing runs twice, and every bit is eager's
+        return exact and found.seconds <= found.base_seconds * (1 + WORTH)  # too little is left to save
+
+    def hopeless(self, graph: Graph) -> bool:
+        """Whether one op alone needs more than the budget that others failed to keep, whatever is measured inside."""
+        budget = None if self.failure is None else self.failure.budget
+        return budget is not None and floor(problem(graph, roofline(graph)))[0] > budget
 
 
 def _least(error: BudgetError) -> float:
@@ -291,6 +317,23 @@ def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ..
         if floor(problem(rewritten, roofline(rewritten)))[0] <= budget:
             return names
     return ()
+
+
+def _hinting(error: BudgetError, graph: Graph, price: Callable[[Graph], Costs], could: Away) -> BudgetError:
+    """The same error; where less would do with offload, its hint says so."""
+    device = devices.of(graph.device)
+    elsewhere = apply(graph, (*EXACT, *could.rewrites(max(could.homes(graph), default=0)))).graph
+    known = price(apply(graph, EXACT).graph)  # of the same ops and values
+    # How quick the place is does not matter to the least peak.
+    costs = replace(known, graph=elsewhere.fingerprint, lanes=lanes([(could.place, 1e9)]), staging=device.staging)
+    try:
+        found = least(elsewhere, costs).peak
+    except UsageError:  # there is no compiler
+        return error
+    if error.least is not None and found >= error.least:
+        return error
+    more = f'with offload="{could.place}" (--offload {could.place}) {found:,} bytes can be planned'
+    return BudgetError(error.message, hint=f"{error.hint}\n{more}.", least=error.least, budget=error.budget)
 
 
 def judged(graph: Graph, costs: Costs, program: Program, *, budget: int | None) -> int:

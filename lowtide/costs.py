@@ -28,6 +28,16 @@ class Lane:
     takes: float = 0.0  # the part of the compute engine's speed that it takes away while it copies
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one copy took in a step, since it was asked for and the one before it was done."""
+
+    place: Place
+    direction: Direction
+    nbytes: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of each op and value of the graph with this fingerprint."""

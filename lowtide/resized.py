@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide import tree
@@ -14,8 +14,10 @@ from lowtide.graph import Graph
 class Resized:
     """A captured step, and how to capture it with fewer examples."""
 
-    examples: int  # of the step as it is
-    at: Callable[[int], Graph]  # the captured graph with the first so many of them
+    graph: Graph  # the step as it is
+    examples: int  # that it has
+    at: Callable[[int], Graph]  # the captured graph with so many
+    known: dict[str, Any] = field(default_factory=dict, compare=False)  # what was found out about it
 
 
 def examples_of(batch: tuple[Any, ...]) -> int | None:
@@ -25,7 +27,11 @@ def examples_of(batch: tuple[Any, ...]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def first_of(batch: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """The first examples of a batch."""
+def resized(batch: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """A batch of so many examples: the first of these, over and over where there are fewer."""
     leaves, structure = tree.flatten(batch)
-    return tuple(structure.build([leaf[:size] if len(getattr(leaf, "shape", ())) else leaf for leaf in leaves]))
+    return tuple(structure.build([_rows(leaf, size) if len(getattr(leaf, "shape", ())) else leaf for leaf in leaves]))
+
+
+def _rows(leaf: Any, size: int) -> Any:
+    return leaf[:size] if size <= leaf.shape[0] else leaf[[row % leaf.shape[0] for row in range(size)]]

@@ -62,16 +62,23 @@ class Batches:
 
 
 def compare(
-    make: Callable[[int], Parts], budget: int, *, rounds: int = ROUNDS, time_limit: float = TIME_LIMIT
+    make: Callable[[int], Parts],
+    budget: int,
+    *,
+    rounds: int = ROUNDS,
+    time_limit: float = TIME_LIMIT,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Batches:
     """Predict the throughput of each size, then run fitted steps of a few of them."""
     begun = monotonic()
-    sizes = batch_sizes(make, budget, price=lambda graph: measure(graph, corrected=False), time_limit=time_limit)
+    price = lambda graph: measure(graph, corrected=False)  # noqa: E731
+    sizes = batch_sizes(make, budget, price=price, time_limit=time_limit, tell=tell)
     seconds = monotonic() - begun
     timed = []
     for size in chosen(sizes.points):
         predicted = size.throughput(size.plan)
         assert predicted is not None
+        tell(f"running steps of a batch of {size.batch}")
         step = _seconds(make(size.batch), budget, rounds=rounds, time_limit=time_limit)
         timed.append(Throughput(size.batch, predicted, size.batch / step))
     return Batches(sizes, seconds, tuple(timed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from statistics import median
 from time import perf_counter
@@ -103,16 +104,17 @@ def compare(
         choices: dict[str, Choice] = {}
         budget = 0
 
-        def within(graph: Graph, known: Costs, eager_peak: int, method: str, percent: float = percent) -> Plan:
+        def within(
+            graph: Graph, known: Costs, eager_peak: int, part: float, *, method: str, percent: float = percent
+        ) -> Plan:
             nonlocal budget
             budget = budget or read_budget(f"{percent}%", persistent=known.persistent(graph), eager_peak=eager_peak)
-            return plan(graph, known, budget, method=method, time_limit=time_limit)
+            return plan(graph, known, budget, method=method, time_limit=part * time_limit)
 
         for way, (method, away) in WAYS.items():
             say(f"{target}: planning {way} within {percent:g}%")
-            search = lambda graph, known, peak, method=method: within(graph, known, peak, method)  # noqa: E731
             try:
-                choices[way] = choose(captured.graph, price, search, away=away)
+                choices[way] = choose(captured.graph, price, partial(within, method=method), away=away)
             except (BudgetError, UsageError):  # nothing fits, or nothing is large enough to be copied
                 continue
         base = next(iter(choices.values())).plan.base_seconds if choices else 0.0

@@ -145,10 +145,11 @@ def _held(target: str, way: str, budget: str, steps: int, slack: int, seconds: f
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False)
     rows: list[Row] = [json.loads(line) for line in ended.stdout.splitlines()]
     taken = [row for row in rows if "step" in row]
-    return rows[0] if rows else {}, taken, "" if len(taken) == steps else _why(ended, rows)
+    return rows[0] if rows else {}, taken, "" if len(taken) == steps else why(ended, rows)
 
 
-def _why(ended: subprocess.CompletedProcess[str], rows: list[Row]) -> str:
+def why(ended: subprocess.CompletedProcess[str], rows: list[Row]) -> str:
+    """Why a held process ended."""
     if rows and "error" in rows[-1]:
         return str(rows[-1]["error"])
     if ended.returncode < 0:

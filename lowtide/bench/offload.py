@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from lowtide.bench.throttle import throttled
 from lowtide.capture import capture
-from lowtide.costs import Costs, Lane
+from lowtide.costs import Lane
 from lowtide.device import CPU, Device
-from lowtide.execute import execute
-from lowtide.graph import Graph
-from lowtide.measure import measure, measure_lanes
-from lowtide.plan import plan
+from lowtide.execute import Runner, execute
+from lowtide.graph import Graph, Op
+from lowtide.measure import correct, corrected, measure, measure_lanes
+from lowtide.plan import BEST, OFFLOAD, plan
 from lowtide.program import Copy, Plan, Run
 from lowtide.rewrite import EXACT, apply, offload
 
@@ -33,11 +33,15 @@ SIDE = 512  # of the matrices that are multiplied meanwhile
 SIZES = (1, 4, 16, 90)  # MB of a value
 FEWER = (2, 30)  # the same, on places that stand in for another disk
 TOGETHER = 16 * 10**6  # bytes: of small values there are several, as the memory that copies go through is not free
-ROUNDS = 5
+ROUNDS = 7
+TURN = 0.04  # seconds of a way in each round, at least, but for so many steps:
+MOST = 10
 TIME_LIMIT = 0.1  # seconds of search: these graphs are small
 RATES = {"0.5 GB/s": 0.5e9, "2 GB/s": 2e9, "12 GB/s": 12e9}  # of places that stand in for another disk
 DISK = "disk"
-TIE = 0.02  # of the step: two ways that differ by less are equally cheap, as far as these rounds can tell
+PART = 0.95  # of the pairs of runners of one program: two ways that differ by less than these are equally cheap
+NOISE = 0.05  # of a step: on a machine where one program differs from itself by more, these cases say nothing
+LESSONS = 6  # steps that teach what ops and copies take
 RIGHT = 0.95  # of the cases, that the planner must choose right
 WINS = 10  # cases that each way must be the cheaper one in
 
@@ -119,16 +123,14 @@ class Outcome:
     recompute_seconds: float  # of one value, measured alone
     load_seconds: float  # the same
     predicted: dict[str, float]  # seconds of a step, by its way
-    measured: dict[str, float]  # the same, the least of all rounds
-    recomputed: int  # values that the joint plan makes again
-    copied: int  # values that it copies away
+    measured: dict[str, float]  # the same, the median of all rounds
+    chose: dict[str, str]  # by joint plans: recompute, offload or both
+    alike: dict[str, str]  # joint plans that are one of the others, too
 
     @property
     def chosen(self) -> str:
         """What the planner chose."""
-        if self.recomputed and self.copied:
-            return "both"
-        return "offload" if self.copied else "recompute"
+        return self.chose["joint"]
 
     @property
     def cheaper(self) -> str:
@@ -136,16 +138,27 @@ class Outcome:
         return "recompute" if self.measured["recompute"] < self.measured["offload"] else "offload"
 
     @property
-    def tie(self) -> bool:
-        """Whether these rounds can't tell them apart."""
-        return abs(self.measured["recompute"] - self.measured["offload"]) <= TIE * min(self.measured.values())
+    def apart(self) -> float | None:
+        """By what part two runners of one program differ; None where the joint plan is a program of its own."""
+        same = self.alike.get("joint")
+        return None if same is None else abs(self.measured["joint"] / self.measured[same] - 1)
 
-    def right(self, way: str | None = None) -> bool:
-        """Whether the planner's choice, or always this way, was the cheaper one; some of each may be cheaper still."""
-        if way is not None:
-            return self.tie or way == self.cheaper
+    def tie(self, tolerance: float) -> bool:
+        """Whether the two ways differ by less than one program from itself."""
+        low, high = sorted((self.measured["recompute"], self.measured["offload"]))
+        return high <= (1 + tolerance) * low
+
+    def right(self, way: str, tolerance: float) -> bool:
+        """Whether always this way, or what a joint plan chose, was the cheaper one; both together may be, too."""
+        seconds = self.measured[self.alike.get(way, way)]
         best = min(self.measured["recompute"], self.measured["offload"])
-        return self.tie or self.chosen == self.cheaper or self.measured["joint"] <= (1 + TIE) * best
+        return self.chose.get(way, way) == self.cheaper or seconds <= (1 + tolerance) * best
+
+
+def tolerance(found: Sequence[Outcome]) -> float:
+    """The part of a step by which two runners of one program differ, in all but the worst cases."""
+    apart = sorted(one.apart for one in found if one.apart is not None)
+    return apart[min(len(apart) - 1, int(PART * len(apart)))] if apart else 0.0
 
 
 def cases(lanes: Sequence[Lane], sizes: Iterable[int] = SIZES) -> list[Case]:
@@ -193,57 +206,100 @@ def outcomes(cases: Sequence[Case], place: Place) -> Iterator[Outcome]:
 
 
 def outcome(case: Case, place: Place) -> Outcome:
-    """Plan a case in three ways within what it needs without its values, and run the programs by turns."""
-    step, model, example, largest = built(case)
-    captured = capture(step, model, None, example)
-    whole = apply(captured.graph, EXACT).graph
-    offered = apply(captured.graph, (*EXACT, *offload("disk"))).graph
-    costs = measure(whole)
-    priced = replace(costs, graph=offered.fingerprint, lanes=place.lanes, staging=place.device.staging)
-    budget = costs.persistent(whole) + largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
-    ways: dict[str, tuple[Graph, Costs, str]] = {
-        "recompute": (whole, costs, "lowtide"),
-        "offload": (offered, priced, "offload"),
-        "joint": (offered, priced, "lowtide"),
-    }
-    plans: dict[str, Plan] = {}
-    runs: dict[str, Callable[[], Any]] = {}
-    for way, (graph, known, method) in ways.items():
-        plans[way] = plan(graph, known, budget, method=method, time_limit=TIME_LIMIT)
-        runner = execute(replace(captured, graph=graph), plans[way].program, known.nbytes, device=place.device)
-        runs[way] = partial(runner, *example)
-    same = next((way for way in ("recompute", "offload") if _alike(plans[way], plans["joint"])), None)
-    if same is not None:
-        del runs["joint"]  # one program, one time
-    measured = time_by_turns(runs, ROUNDS)
-    if same is not None:
-        measured["joint"] = measured[same]
-    again, copied = _counts(plans["joint"])
-    maker = next(op for op, item in enumerate(whole.ops) if item.target.startswith("aten.") and _makes(whole, op, case))
+    """Plan a case in three ways within what it needs without its values, and run the programs by turns.
+
+    The first steps of two of them correct the prices of ops and copies, as for every later plan; what the planner
+    chooses before that is `first`.
+    """
+    trial = _Trial(case, place)
+    for way in ("recompute", "offload"):
+        trial.plan(way)
+        for _ in range(LESSONS):
+            trial.runs[way]()
+    trial.plan("first")
+    trial.correct()
+    trial.plan("joint")
+    trial.merge()
+    measured = time_by_turns(trial.runs, ROUNDS)
     return Outcome(
         kind=case.kind,
         place=place.name,
         nbytes=case.nbytes,
         values=case.count,
         idle=case.idle,
-        recompute_seconds=costs.seconds[maker],
+        recompute_seconds=trial.recompute_seconds,
         load_seconds=place.load_seconds(case.nbytes),
-        predicted={way: found.seconds for way, found in plans.items()},
+        predicted={way: found.seconds for way, found in trial.plans.items()},
         measured=measured,
-        recomputed=again,
-        copied=copied,
+        chose={way: _chosen(trial.plans[way]) for way in ("first", "joint")},
+        alike=trial.alike,
     )
 
 
+class _Trial:
+    """The programs of one case."""
+
+    def __init__(self, case: Case, place: Place) -> None:
+        step, model, self.example, largest = built(case)
+        self.captured, self.place = capture(step, model, None, self.example), place
+        self.whole = apply(self.captured.graph, EXACT).graph
+        self.offered = apply(self.captured.graph, (*EXACT, *offload("disk"))).graph
+        self.costs, self.lanes = measure(self.whole, corrected=False), place.lanes
+        room = largest + place.device.staging + case.nbytes // 4 + 2 * SIDE * SIDE * 4
+        self.budget = self.costs.persistent(self.whole) + room
+        self.plans: dict[str, Plan] = {}
+        self.runners: dict[str, Runner] = {}
+        self.alike: dict[str, str] = {}
+        maker = next(op for op, item in enumerate(self.whole.ops) if _makes(self.whole, op, item, case))
+        self.recompute_seconds = self.costs.seconds[maker]
+
+    @property
+    def runs(self) -> dict[str, Callable[[], Any]]:
+        """What takes a step in each way."""
+        return {way: partial(runner, *self.example) for way, runner in self.runners.items()}
+
+    def plan(self, way: str) -> None:
+        """Plan one way by what is known now, and make it ready to run."""
+        graph, known = self.whole, self.costs
+        if way != "recompute":
+            graph, staging = self.offered, self.place.device.staging
+            known = replace(known, graph=graph.fingerprint, lanes=self.lanes, staging=staging)
+        method = OFFLOAD if way == "offload" else BEST
+        found = self.plans[way] = plan(graph, known, self.budget, method=method, time_limit=TIME_LIMIT)
+        captured = replace(self.captured, graph=graph)
+        self.runners[way] = execute(captured, found.program, known.nbytes, device=self.place.device)
+
+    def correct(self) -> None:
+        """Let the steps that were taken say what ops and copies take."""
+        correct(self.whole, self.costs, self.runners["recompute"].timings.ops or {})
+        self.costs = measure(self.whole)
+        self.lanes = corrected(self.lanes, self.runners["offload"].away.transfers)
+
+    def merge(self) -> None:
+        """Note joint plans that are another of the programs; the joint one runs all the same, to see what differs."""
+        for way, others in {"joint": ("recompute", "offload"), "first": ("recompute", "offload", "joint")}.items():
+            same = next((one for one in others if _alike(self.plans[one], self.plans[way])), None)
+            if same is not None:
+                self.alike[way] = same
+        if "first" in self.alike:
+            del self.runners["first"]
+
+
 def time_by_turns(runs: dict[str, Callable[[], Any]], rounds: int, warm_ups: int = 2) -> dict[str, float]:
-    """The least seconds of each, after some that are not counted: what else runs on a machine only adds to them."""
+    """The median seconds of each, after some that are not counted; short ones run several times in a row."""
     times: dict[str, list[float]] = {way: [] for way in runs}
+    steps = dict.fromkeys(runs, 1)
     for number in range(warm_ups + rounds):
         for way, run in runs.items():
-            seconds = _seconds(run)
+            begun = perf_counter()
+            for _ in range(steps[way]):
+                run()
+            seconds = (perf_counter() - begun) / steps[way]
             if number >= warm_ups:
                 times[way].append(seconds)
-    return {way: min(found) for way, found in times.items()}
+            else:
+                steps[way] = max(1, min(MOST, round(TURN / seconds)))
+    return {way: median(found) for way, found in times.items()}
 
 
 def built(case: Case) -> tuple[Callable[..., Any], nn.Module, tuple[Any, ...], int]:
@@ -273,16 +329,19 @@ def built(case: Case) -> tuple[Callable[..., Any], nn.Module, tuple[Any, ...], i
     return step, model, (torch.rand(SIDE, SIDE, generator=generator) / SIDE,), 4 * large
 
 
-def _makes(graph: Graph, op: int, case: Case) -> bool:
-    return any(graph.values[value].nbytes == case.nbytes for value in graph.makes[op])
+def _makes(graph: Graph, op: int, item: Op, case: Case) -> bool:
+    return item.target.startswith("aten.") and any(
+        graph.values[value].nbytes == case.nbytes for value in graph.makes[op]
+    )
 
 
-def _counts(found: Plan) -> tuple[int, int]:
-    """How many ops a plan runs again, and how many values it copies away."""
+def _chosen(found: Plan) -> str:
+    """Whether a plan runs ops again, copies values away, or both."""
     items = found.program.instructions
     ops = [item.op for item in items if isinstance(item, Run)]
-    copies = [item for item in items if isinstance(item, Copy) and item.to != "device"]
-    return len(ops) - len(set(ops)), len(copies)
+    if not any(isinstance(item, Copy) for item in items):
+        return "recompute"
+    return "both" if len(ops) > len(set(ops)) else "offload"
 
 
 def _alike(one: Plan, other: Plan) -> bool:

@@ -30,6 +30,8 @@ class Flight:
     nbytes: int
     held: torch.Tensor  # until it was waited for
     wanted: bool = True
+    asked: float = field(default_factory=time.perf_counter)  # when, in seconds
+    seconds: float | None = None  # that it took
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
@@ -102,6 +104,7 @@ def throttled(rate: float) -> Device:
 
 def _work(jobs: queue.SimpleQueue[Flight | None], rate: float) -> None:
     """Copy what is asked for, one after the other, none sooner than the rate allows."""
+    ended = 0.0
     while (flight := jobs.get()) is not None:
         begun = time.perf_counter()
         for at in range(0, flight.nbytes, PIECE):
@@ -112,5 +115,7 @@ def _work(jobs: queue.SimpleQueue[Flight | None], rate: float) -> None:
             early = begun + (at + length) / rate - time.perf_counter()
             if early > SHORTEST or at + length == flight.nbytes:
                 time.sleep(max(0.0, early))
+        since, ended = max(flight.asked, ended), time.perf_counter()
+        flight.seconds = ended - since if flight.wanted else None
         flight.done.set()
         del flight

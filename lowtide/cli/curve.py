@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from lowtide import report
-from lowtide.choice import eager_peak
-from lowtide.cli.plan import FromCosts, OffloadBudget, OffloadDir, TimeLimit, read_offload
-from lowtide.cli.profile import CostsFrom, Json, Target, captured_target, common, costs_of, describe, optimizer_name
+from lowtide.choice import Leave, eager_peak
+from lowtide.cli.plan import Allow, FromCosts, OffloadBudget, OffloadDir, Rounding, TimeLimit, read_offload
+from lowtide.cli.profile import (
+    CostsFrom,
+    Json,
+    Target,
+    captured_target,
+    common,
+    costs_of,
+    describe,
+    optimizer_name,
+    resized_target,
+)
 from lowtide.cli.talk import answering, counting, show, show_json
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
@@ -20,8 +31,10 @@ from lowtide.plan import curve as find_curve
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, apply
+from lowtide.rewrites import KEEPS, ROUNDING, Rewrite, exactness, read_allow
 
 TIME_LIMIT = 2.0  # seconds of search for each point
+FEW = 5  # budgets of each technique that is allowed
 
 
 @answering
@@ -35,6 +48,8 @@ def curve(
     ] = None,
     offload_budget: OffloadBudget = None,
     offload_dir: OffloadDir = None,
+    allow: Allow = None,
+    rounding: Rounding = False,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
@@ -42,6 +57,7 @@ def curve(
 ) -> None:
     """Show the least time for each peak, down to the least feasible."""
     asked = read_offload(offload, offload_budget, offload_dir)
+    allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
     away = asked.away(captured.graph.device, lasting=False)
     rewritten = apply(captured.graph, (*EXACT, *(() if away is None else away.rewrites())))
@@ -51,6 +67,15 @@ def curve(
         progress(0, points)
         plans = find_curve(graph, found, points=points, time_limit=time_limit, seed=seed, progress=progress)
     budgets = [plan.budget for plan in plans if plan.budget is not None]
+    techniques: list[report.Technique] = []
+    if allowed:
+        leave = Leave(allowed, resized_target(built, captured))
+
+        def find(graph: Graph) -> list[Plan]:
+            price = costs_of(graph, costs, offload_dir)
+            return find_curve(graph, price, points=FEW, time_limit=time_limit, seed=seed)
+
+        techniques = _techniques(captured.graph, leave, find, plans[-1].base_seconds)
     frontier = report.Frontier(
         heading=report.Heading(target, optimizer_name(built.optimizer), describe(found)),
         persistent=found.persistent(graph),
@@ -59,6 +84,7 @@ def curve(
         classics=_classics(graph, found, budgets) if classics else {},
         ops=len(graph.ordinary),
         notes=[*graph.notes, *found.notes],
+        techniques=techniques,
     )
     if not as_json:
         show(frontier)
@@ -77,6 +103,28 @@ def curve(
             "notes": list(frontier.notes),
         }
     )
+
+
+def _techniques(
+    graph: Graph, leave: Leave, find: Callable[[Graph], list[Plan]], seconds: float
+) -> list[report.Technique]:
+    """The frontier with each technique that is allowed, and with all of them."""
+    alone = {name: rungs for name in (*ROUNDING, *leave.allowed.lossy) if (rungs := leave.rungs(graph, name))}
+    sets: dict[str, list[tuple[Rewrite, ...]]]
+    sets = {name: [(rung,) for rung in dict.fromkeys((rungs[0], rungs[-1]))] for name, rungs in alone.items()}
+    if len(alone) > 1:
+        sets["all together"] = [(*leave.milds(graph)[-1], *leave.lossies(graph)[-1])]
+    found = []
+    with counting("planning what is allowed", patience=0.0) as progress:
+        for done, (name, choices) in enumerate(sets.items()):
+            progress(done, len(sets))
+            graphs = [leave.apply(graph, rewrites) for rewrites in choices]
+            plans = [plan for one in graphs if exactness(one.rewrites) != "bitwise" for plan in find(one.graph)]
+            points = [replace(_point(plan), overhead=plan.seconds / seconds - 1) for plan in plans]
+            if points:
+                points.sort(key=lambda point: point.budget)
+                found.append(report.Technique(name, KEEPS[exactness(graphs[-1].rewrites)], points))
+    return found
 
 
 def _point(plan: Plan) -> report.Point:

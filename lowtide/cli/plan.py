@@ -101,7 +101,7 @@ def plan(
     _refuse_method(method, offload)
     allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
-    leave = Leave(allowed, resized_target(built))
+    leave = Leave(allowed, resized_target(built, captured))
     if explain is not None and not allowed:
         report.find_values(with_optional(captured).graph, explain)  # raises where there is none, before all work
 
@@ -110,7 +110,7 @@ def plan(
     def price(graph: Graph) -> Costs:
         return costs_of(graph, costs, offload_dir)
 
-    def search(graph: Graph, found: Costs, eager_peak: int) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
         lowest: list[Plan] = []
 
         def least() -> int:
@@ -118,7 +118,7 @@ def plan(
             return lowest[0].peak
 
         with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=time_limit, seed=seed, progress=progress)
+            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
             persistent = found.persistent(graph)
             nbytes = read_budget(budget or "", persistent=persistent, eager_peak=eager_peak, least=least)
@@ -128,7 +128,8 @@ def plan(
     if load is not None:
         chosen = given(load, captured.graph, price, leave)
     else:
-        chosen = choose(captured.graph, price, search, leave=leave, away=away)
+        could = Away.nearest(captured.graph.device) if method == BEST else None
+        chosen = choose(captured.graph, price, search, leave=leave, away=away, could=could)
     graph, found, planned, eager_peak = chosen.graph, chosen.costs, chosen.plan, chosen.eager_peak
     notes = [*graph.notes, *found.notes]
     least_feasible: int | None = None

@@ -22,7 +22,7 @@ from lowtide.measure import measure, roofline, with_lanes
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
-from lowtide.resized import Resized, examples_of, first_of
+from lowtide.resized import Resized, examples_of, resized
 from lowtide.simulate import simulate
 
 Target = Annotated[
@@ -115,13 +115,15 @@ def captured_target(target: str) -> tuple[Built, Captured, float]:
     return built, captured, seconds
 
 
-def resized_target(built: Built) -> Resized | None:
+def resized_target(built: Built, captured: Captured) -> Resized | None:
     """The step of a target at other sizes, where it is known what an example is."""
     step, model, optimizer, example = built
     count = examples_of(example)
     if count is None:
         return None
-    return Resized(count, cache(lambda size: capture(step, model, optimizer, first_of(example, size)).graph))
+    return Resized(
+        captured.graph, count, cache(lambda size: capture(step, model, optimizer, resized(example, size)).graph)
+    )
 
 
 def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Costs:

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lowtide.cli.plan import BUDGET, TimeLimit, promised, refuse_early
+from lowtide.choice import Offload
+from lowtide.cli.plan import (
+    BUDGET,
+    OffloadBudget,
+    OffloadDir,
+    OffloadTo,
+    TimeLimit,
+    promised,
+    read_offload,
+    refuse_early,
+)
 from lowtide.cli.profile import Json, Target, common
 from lowtide.cli.talk import answering, counting, show, show_json, talk, telling, working
 from lowtide.cli.target import Built, build
@@ -37,16 +47,20 @@ def verify(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the data and of the run.")] = 0,
+    offload: OffloadTo = None,
+    offload_budget: OffloadBudget = None,
+    offload_dir: OffloadDir = None,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
     """Take steps beside eager PyTorch, and compare every bit."""
     refuse_early(budget)
+    places = read_offload(offload, offload_budget, offload_dir)
     torch.manual_seed(seed)
     with working("building the model"):
         built = build(target)
         batches = None if on is None else source(on, target, built.example, seed=seed)
-    fitted = _fitted(built, budget, time_limit)
+    fitted = _fitted(built, budget, places, time_limit)
     fitted.verify(steps, tell=lambda words: talk().print(f"note: {words}", markup=False, soft_wrap=True))
     try:
         with counting("verifying steps", patience=0) as progress:
@@ -75,10 +89,21 @@ def verify(
     show(Table("lrs", rows, (), ("", "bold", "")))
 
 
-def _fitted(built: Built, budget: str, time_limit: float) -> Fitted:
+def _fitted(built: Built, budget: str, places: Offload, time_limit: float) -> Fitted:
     step, model, optimizer, example = built
     with telling("capturing the step") as tell:
-        return fit(step, model, optimizer, example=example, budget=budget, time_limit=time_limit, tell=tell)
+        return fit(
+            step,
+            model,
+            optimizer,
+            example=example,
+            budget=budget,
+            time_limit=time_limit,
+            offload=places.place,
+            offload_budget=places.budget,
+            offload_dir=places.folder,
+            tell=tell,
+        )
 
 
 def _as_json(target: str, steps: int, fitted: Fitted, error: VerifyError | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from lowtide.errors import PlaceError
 PIECE = 2**20  # bytes of one call, and of the memory that a direction copies through: larger ones were no quicker
 STAGING = 2 * PIECE  # bytes of memory: the pieces of both directions, or as many pages of the cache
 BLOCK = 4096  # bytes: offsets and lengths of direct calls are multiples of it on every disk
+WINDOW = 2**22  # bytes of the file that are looked at together
 OTHERS = ("/var/tmp",)  # folders that are on a disk where the one for temporary files is in memory
 WRITTEN_BACK = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER of linux/fs.h
 Direction = Literal["out", "in"]
@@ -45,6 +47,8 @@ class Job:
     nbytes: int
     wanted: bool = True  # a copy that is not is given up at its next piece
     error: OSError | None = None
+    asked: float = field(default_factory=time.perf_counter)  # when, in seconds
+    seconds: float | None = None  # that it took, once it is done
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -53,6 +57,11 @@ class DiskFlight:
 
     def __init__(self, job: Job, flights: dict[Job, torch.Tensor], folder: str) -> None:
         self.job, self.flights, self.folder = job, flights, folder
+
+    @property
+    def seconds(self) -> float | None:
+        """What it took since it was asked for and the one before it was done; None: it is not done, or was given up."""
+        return self.job.seconds
 
     def wait(self) -> None:
         """Return when the copy is done; one that failed raises a PlaceError."""
@@ -130,12 +139,16 @@ class Disk:
         """The bytes of the file that are in the page cache now."""
         if not self.nbytes:
             return 0
-        pages = (ctypes.c_ubyte * -(-self.nbytes // mmap.PAGESIZE))()
-        with mmap.mmap(self._file, self.nbytes) as mapped:
-            start = (ctypes.c_char * 0).from_buffer(mapped)
-            failed = _LIBRARY.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(self.nbytes), pages)
-            del start
-        return 0 if failed else sum(page & 1 for page in pages) * mmap.PAGESIZE
+        found = 0
+        for offset in range(0, self.nbytes, WINDOW):  # a limit on address space counts what is mapped
+            length = min(WINDOW, self.nbytes - offset)
+            pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+            with mmap.mmap(self._file, length, offset=offset) as mapped:
+                start = (ctypes.c_char * 0).from_buffer(mapped)
+                failed = _LIBRARY.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(length), pages)
+                del start
+            found += 0 if failed else sum(page & 1 for page in pages) * mmap.PAGESIZE
+        return found
 
     def close(self) -> None:
         """Let go of the file; copies that run are finished by whoever started them."""
@@ -174,10 +187,14 @@ class _Worker:
 def _work(jobs: queue.SimpleQueue[Job | None], file: int, staging: mmap.mmap | None) -> None:
     """Copy what is asked for, one after the other, until there is no more."""
     start = 0 if staging is None else ctypes.addressof(ctypes.c_char.from_buffer(staging))
+    ended = 0.0
     try:
         while (job := jobs.get()) is not None:
             try:
+                begun = max(job.asked, ended)  # that a busy machine lets the thread wait is what the copy takes, too
                 _PIECEWISE[job.direction, staging is not None](job, file, start)
+                ended = time.perf_counter()
+                job.seconds = ended - begun if job.wanted else None
             except OSError as error:
                 job.error = error
             finally:

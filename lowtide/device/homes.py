@@ -94,6 +94,11 @@ class FileHomes:
 _FILES: weakref.WeakSet[FileHomes] = weakref.WeakSet()  # all of this process
 
 
+def lives_in_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in a file of this process, not in memory."""
+    return _find(tensor) is not None
+
+
 def _find(tensor: torch.Tensor) -> tuple[FileHomes, int] | None:
     """The file that a tensor lives in, and its offset there."""
     for home in list(_FILES):

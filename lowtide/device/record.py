@@ -19,6 +19,10 @@ from lowtide.graph import Place
 class Flight(Protocol):
     """A copy that runs beside the computation."""
 
+    @property
+    def seconds(self) -> float | None:
+        """What a copy took since it was asked for and the one before it was done; None: not known."""
+
     def wait(self) -> None:
         """Return when the copy is done; one that failed raises a PlaceError."""
 

@@ -8,11 +8,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lowtide import device as devices
+from lowtide.costs import Transfer
 from lowtide.device import Device, Homes, Store
 from lowtide.execute.places import Places
 from lowtide.execute.slots import slots
 from lowtide.graph import Graph, Place
 from lowtide.program import Program
+
+REMEMBERED = 3  # steps whose copies are remembered
 
 
 class Away:
@@ -34,6 +37,7 @@ class Away:
             devices.refuse_place(device, place)
         self._homes: dict[Place, Homes] = {}  # where inputs live that are elsewhere between steps
         self._places: list[Places] = []  # that no step uses now
+        self.transfers: list[list[Transfer]] = []  # of the last steps
 
     @property
     def staging(self) -> int:
@@ -73,6 +77,7 @@ class Away:
             found = Places(self._device, self._slots, self._folder)
         try:
             yield found
+            self.transfers = [*self.transfers, found.transfers[:]][-REMEMBERED:]
         finally:
             found.end()
             self._places.append(found)

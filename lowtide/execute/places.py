@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowtide.costs import Direction, Transfer
 from lowtide.device import Device, Flight, Store
 from lowtide.errors import PlaceError
 from lowtide.execute.slots import Slots
@@ -36,6 +37,7 @@ class _Stored:
     """A value in another place."""
 
     store: Store
+    place: Place
     offset: int
     nbytes: int
     form: _Form
@@ -49,6 +51,11 @@ class _Scattered:
     flat: torch.Tensor
     form: _Form
     home: torch.Tensor
+
+    @property
+    def seconds(self) -> float | None:
+        """What the copy took."""
+        return self.flight.seconds
 
     def wait(self) -> None:
         """Put the elements where they belong."""
@@ -67,6 +74,8 @@ class Places:
         self.beyond: dict[tuple[int, str], tuple[int, int]] = {}  # offset and room of what needs more than was planned
         self.stored: dict[tuple[int, str], _Stored] = {}
         self.flights: dict[tuple[int, str], Flight] = {}
+        self.from_: dict[int, _Stored] = {}  # where what comes back comes from
+        self.transfers: list[Transfer] = []  # of this step
         self.process = os.getpid()  # a child has the files of its parent, and none of its threads
         self.stores: dict[Place, Store] = {}
         self.homes: dict[int, _Stored] = {}  # the caller's storages that are elsewhere
@@ -92,15 +101,16 @@ class Places:
             flat, offset = flat[start : start + _span(tensor) * tensor.element_size()], 0
         form = _Form(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
         at = self._room(number, place, len(flat))
-        self.stored[value, place] = _Stored(self.stores[place], at, len(flat), form)
+        self.stored[value, place] = _Stored(self.stores[place], place, at, len(flat), form)
         self.flights[value, place] = self.stores[place].write(at, flat)
 
     def begin(self, homes: Iterable[tuple[int, int, Place, torch.Tensor, Store, int]]) -> None:
         """Begin a step with inputs elsewhere: value, storage, place, the caller's tensor, its store and offset."""
+        self.transfers.clear()
         self.homes = {}
         for value, storage, place, tensor, store, offset in homes:
             form = _Form(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
-            stored = _Stored(store, offset, _span(tensor) * tensor.element_size(), form)
+            stored = _Stored(store, place, offset, _span(tensor) * tensor.element_size(), form)
             self.homes[storage] = self.stored[value, place] = stored
 
     def store_home(self, value: int, place: Place, tensor: torch.Tensor, storage: int) -> None:
@@ -113,14 +123,14 @@ class Places:
 
     def load(self, value: int) -> torch.Tensor:
         """Start to copy a value back to the device, to new memory, which is returned at once."""
-        stored = self._find(value)
+        stored = self.from_[value] = self._find(value)
         made = torch.empty(stored.nbytes, dtype=torch.uint8)
         self.flights[value, "device"] = stored.store.read(stored.offset, made)
         return stored.form.of(made)
 
     def load_home(self, value: int, home: torch.Tensor) -> None:
         """Start to copy a value to the caller's own tensor; only its elements, for what lies between is not ours."""
-        stored = self._find(value)
+        stored = self.from_[value] = self._find(value)
         store = stored.store
         form, start = stored.form, int(home.storage_offset()) * home.element_size()
         first = form.offset * home.element_size()
@@ -137,6 +147,10 @@ class Places:
         if flight is not None:  # else it was there all the time
             flight.wait()
             del self.flights[value, place]
+            moved = self.from_.get(value) if place == "device" else self.stored.get((value, place))
+            if moved is not None and flight.seconds is not None:
+                direction: Direction = "in" if place == "device" else "out"
+                self.transfers.append(Transfer(moved.place, direction, moved.nbytes, flight.seconds))
 
     def free(self, value: int, place: str) -> None:
         """Forget a stored value; its room goes to another."""
@@ -148,6 +162,7 @@ class Places:
             store.settle()
         self.flights.clear()
         self.stored.clear()
+        self.from_.clear()
 
     def close(self) -> None:
         """Let go of the stores."""

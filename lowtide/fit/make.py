@@ -12,19 +12,19 @@ from lowtide import report
 from lowtide.budget import LEAST, allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Choice, Leave, choose, eager_peak, given, judged
+from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
-from lowtide.execute import Batch, Runner, execute
+from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import correct, measure, roofline, with_lanes
+from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.plan import carry, plan
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
-from lowtide.resized import Resized, examples_of, first_of
+from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import exactness
 
@@ -78,7 +78,7 @@ class Maker:
         """The step for batches like this one; from a similar one, where one is known: the latest are first."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = Leave(self._request.allowed, self._resized(batch, numbers))
+        leave = Leave(self._request.allowed, self._resized(captured.graph, batch, numbers))
         if not known and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
@@ -91,6 +91,7 @@ class Maker:
                     self._search,
                     leave=leave,
                     away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+                    could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
                 )
             )
         found = chosen.plan
@@ -108,13 +109,24 @@ class Maker:
         return made
 
     def correct(self, fit: Fit) -> bool:
-        """Once the ops of a step were timed in it: let later plans know; whether that is done."""
+        """Once the ops or copies of a step were timed in it: let later plans know; whether that is done."""
+        if fit.runner.program.copies:
+            return self._correct_lanes(fit)
         seconds = fit.runner.timings.ops
         if seconds is None:
             return False
         left = allowance()
         if fit.costs.origin == "measured" and (left is None or left > SPARE):
             correct(fit.runner.captured.graph, fit.costs, seconds)
+        return True
+
+    def _correct_lanes(self, fit: Fit) -> bool:
+        steps = fit.runner.away.transfers
+        if len(steps) < REMEMBERED:
+            return False
+        if fit.costs.origin == "measured":
+            for place in dict.fromkeys(one.place for step in steps for one in step):
+                correct_lanes(fit.runner.device, place, steps, folder=self._request.offload_dir)
         return True
 
     def _bind(self, captured: Captured, found: Plan, costs: Costs, eager_peak: int, chunks: int) -> Fit:
@@ -130,12 +142,12 @@ class Maker:
                 raise
             return self._manner.capture(self._request, batch, ())
 
-    def _resized(self, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
+    def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
         """The step at other sizes, where it is known what an example is."""
         count = examples_of(batch)
         if count is None:
             return None
-        return Resized(count, cache(lambda size: self._capture(first_of(batch, size), numbers).graph))
+        return Resized(graph, count, cache(lambda size: self._capture(resized(batch, size), numbers).graph))
 
     def _given(self, source: PlanFrom, graph: Graph, leave: Leave) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""
@@ -160,7 +172,7 @@ class Maker:
         idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
         if found is None or (idle and found.overhead > WASTE):
             self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
-            found = self._search(candidate, costs, peak)
+            found = self._search(candidate, costs, peak, 1.0)
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
 
     def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
@@ -180,8 +192,8 @@ class Maker:
         found = replace(found, rewrites=rewritten.rewrites)
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
-    def _search(self, graph: Graph, costs: Costs, eager_peak: int) -> Plan:
-        planning, lowest = Planning(graph, costs, time_limit=self._request.time_limit), []
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
+        planning, lowest = Planning(graph, costs, time_limit=part * self._request.time_limit), []
         if self._request.budget == LEAST:  # of each shape: a later one may need more
             lowest.append(planning.least())
             self.budget = max(self.budget or 0, lowest[0].peak)

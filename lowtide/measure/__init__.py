@@ -24,12 +24,12 @@ from lowtide.device import Device
 from lowtide.graph import Graph
 from lowtide.kernels import own
 from lowtide.measure.book import Book
-from lowtide.measure.lanes import measure_lanes, with_lanes
+from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
 
-__all__ = ["correct", "measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
 
 PATIENCE = 300  # seconds after which a call is given up
 RIGHT = 0.01  # of a step: prices that are off by less are not corrected

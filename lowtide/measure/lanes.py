@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ import torch
 
 from lowtide import device as devices
 from lowtide import files
-from lowtide.costs import LANE, Costs, Direction, Lane
+from lowtide.costs import LANE, Costs, Direction, Lane, Transfer
 from lowtide.device import Device, Flight, Store, disk, refuse_place
 from lowtide.device.mounts import file_system
 from lowtide.files.cache import own_folder, read_own, trim
@@ -30,6 +30,7 @@ TURNS = 5  # of these
 LEAST = 0.02  # of compute's speed: no copy is for nothing, whatever a busy machine makes of it
 PIECE = 2**22  # bytes of a copy that runs beside computation
 MOST = 0.95  # of compute's speed: no copy takes all of it
+ENOUGH = 2**22  # bytes of a step's copies, from which they say how quick the place is
 KEPT = record({"lanes": many(LANE), "sha256": text})
 
 
@@ -74,6 +75,37 @@ def with_lanes(
             lane for place in there for lane in measure_lanes(device, place, folder=folder, progress=progress)
         )
     return replace(costs, lanes=lanes, staging=device.staging)
+
+
+def corrected(lanes: Sequence[Lane], steps: Sequence[Sequence[Transfer]]) -> tuple[Lane, ...]:
+    """The lanes with the bytes a second that copies had in these steps; those that copied little stay as they are."""
+    return tuple(replace(lane, rate=_rate(lane, steps) or lane.rate) for lane in lanes)
+
+
+def correct_lanes(
+    device: Device,
+    place: Place,
+    steps: Sequence[Sequence[Transfer]],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+) -> None:
+    """Keep what copies took in real steps, for all that is planned from now on; only where lanes were measured."""
+    path = _path(device, place, folder)
+    known = _read(path)
+    if known is not None and (found := corrected(known, steps)) != known:
+        _write(path, found)
+
+
+def _rate(lane: Lane, steps: Sequence[Sequence[Transfer]]) -> float | None:
+    """Bytes a second in steps, the median of them; None where they copied too little to tell."""
+    rates = []
+    for step in steps:
+        mine = [one for one in step if (one.place, one.direction) == (lane.place, lane.direction)]
+        nbytes, seconds = sum(one.nbytes for one in mine), sum(one.seconds for one in mine)
+        if nbytes >= ENOUGH and seconds > 0:
+            # Of copies that are all short the latency is as likely wrong as the rate.
+            rates.append(nbytes / max(seconds / 2, seconds - len(mine) * lane.latency))
+    return median(rates) if rates else None
 
 
 def fit(samples: list[tuple[int, float]]) -> tuple[float, float]:

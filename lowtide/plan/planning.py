@@ -30,6 +30,7 @@ from lowtide.plan.settings import (
     ARENA_STEP,
     CLOSE_TO_BOUND,
     FAR_OVER,
+    MIXED_SHARE,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
@@ -138,8 +139,9 @@ class Planning:
         programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
-        until = time.monotonic() + self.time_limit
-        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, until)
+        limit = self.time_limit * MIXED_SHARE
+        until = time.monotonic() + limit
+        found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
     def least(self) -> Plan:
@@ -201,7 +203,8 @@ class Planning:
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        return self._within(arrays, orders, budget - self.costs.staging, 0.0, time.monotonic() + self.time_limit)[0]
+        until = time.monotonic() + self.time_limit
+        return self._within(arrays, orders, budget - self.costs.staging, 0.0, self.time_limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
         """What a classic finds, prepared once for all budgets."""
@@ -226,17 +229,25 @@ class Planning:
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
-        program, quickest = self._within(self.arrays, starts, budget, bound, until, self._lead(budget, bound))
-        if gate is not None and quickest - bound > CLOSE_TO_BOUND * self.base:
+        lead = self._lead(budget, bound)
+        program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
+        if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
             until = min(time.monotonic() + self.time_limit / 2, begun + 1.5 * self.time_limit)
             bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
 
     def _within(
-        self, arrays: Problem, starts: list[Ints], budget: int, bound: float, until: float, lead: Lead | None = None
+        self,
+        arrays: Problem,
+        starts: list[Ints],
+        budget: int,
+        bound: float,
+        limit: float,
+        until: float,
+        lead: Lead | None = None,
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
-        target, limit, program, quickest = budget, self.time_limit, None, 0.0
+        target, more, program, quickest = budget, limit / 8, None, 0.0
         for _ in range(ARENA_ATTEMPTS):
             sequence = self._recompute(arrays, starts, target, bound, limit, until, lead)
             if sequence is None:
@@ -251,7 +262,7 @@ class Planning:
             # A small excess is not a matter of luck in the layout: all of it is taken off.
             part = 1.0 if excess < SLIGHT_EXCESS * budget else ARENA_STEP
             target = min(target, arrays.peak(timed)) - max(1, int(part * excess))
-            starts, limit, until = [sequence, *starts], limit / 4, until + self.time_limit / 8
+            starts, limit, until = [sequence, *starts], limit / 4, until + more
             program, lead = None, None
         return program, quickest
 

@@ -18,6 +18,7 @@ ARENA_STEP = 0.4  # of what the arena has too much: how much lower the next sear
 SLIGHT_EXCESS = (
     0.002  # of the budget: an excess from rounding and saved generator states, aimed lower by whole [chosen]
 )
+MIXED_SHARE = 0.5  # of the time limit: for plans that mix copies with second runs, from the best of each alone [0038]
 FAR_OVER = 1.05  # times the budget: what the simulator can count otherwise is less [chosen]
 
 # ------------------------------------------------------------------------ recompute.py: shaving, and a race of searches

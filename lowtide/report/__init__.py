@@ -6,7 +6,7 @@ from lowtide.report.batch import BatchReport
 from lowtide.report.bytes import show_bytes, show_difference, show_seconds
 from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
-from lowtide.report.frontier import Frontier, Point
+from lowtide.report.frontier import Frontier, Point, Technique
 from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
 from lowtide.report.plan import PlanReport, Summary, show_overhead, show_rewrite, summarize
 from lowtide.report.profile import Profile, profile
@@ -29,6 +29,7 @@ __all__ = [
     "Story",
     "Summary",
     "Table",
+    "Technique",
     "explain",
     "find_values",
     "offloaded",

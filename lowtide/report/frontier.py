@@ -36,6 +36,24 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Technique:
+    """What one technique that changes bits does to the frontier, or several together."""
+
+    name: str
+    keeps: str  # in words
+    points: Sequence[Point]  # by budget; overheads are against the step as it is
+
+    @property
+    def least(self) -> Point:
+        """The point with the least peak."""
+        return min(self.points, key=lambda point: point.peak)
+
+    def within(self, budget: int) -> Point | None:
+        """The quickest point within a budget."""
+        return min((one for one in self.points if one.peak <= budget), key=lambda one: one.overhead, default=None)
+
+
+@dataclass(frozen=True)
 class Frontier:
     """The points of a step, by budget, and those of each classic at the same budgets; `Console.print` shows it."""
 
@@ -46,6 +64,7 @@ class Frontier:
     classics: Mapping[str, Sequence[Point | None]]  # None: no plan within that budget
     ops: int
     notes: Sequence[str] = ()
+    techniques: Sequence[Technique] = ()  # that are allowed: each alone, then all together
 
     def part(self, budget: int) -> float:
         """A budget's own part as a fraction of eager's."""
@@ -75,6 +94,10 @@ class Frontier:
                 name: [None if point is None else _row(point) for point in points]
                 for name, points in self.classics.items()
             },
+            "techniques": {
+                one.name: [{**_row(point), "part": self.part(point.budget)} for point in one.points]
+                for one in self.techniques
+            },
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -94,6 +117,9 @@ class Frontier:
             yield Text(f"  {line}".rstrip(), no_wrap=True, overflow="ignore")
         if self.classics:
             yield from self._classics(width)
+        if self.techniques:
+            yield Text("\nWhat is allowed besides, alone and together", style="bold")
+            yield self._techniques()
         if self.notes:
             yield Text("\nNotes", style="bold")
             yield from (Text(fill(note, width, initial_indent="  ", subsequent_indent="    ")) for note in self.notes)
@@ -130,6 +156,18 @@ class Frontier:
         yield Text("\nOverhead of each method, in percent", style="bold")
         yield Table("l" + "r" * len(shown), rows, titles, ("bold", *[""] * len(shown)), 2)
         yield Text(f"  {NOTHING}: it has no plan within that budget", style="dim")
+
+    def _techniques(self) -> Table:
+        """How far down each technique goes, and what it costs there and where nothing is changed at all."""
+        least = self.least_feasible or 0
+        rows = []
+        for one in self.techniques:
+            there, here = one.least, one.within(least)
+            share = f"{100 * self.part(there.peak):.1f}%"
+            costs = [show_overhead(there.overhead), NOTHING if here is None else show_overhead(here.overhead)]
+            rows.append([one.name, show_bytes(there.peak), share, *costs, one.keeps])
+        at = f"at {show_bytes(least)}"
+        return Table("lrrrrs", rows, ["technique", "least", "of eager", "overhead", at, ""], ("bold", *[""] * 5), 2)
 
     def _plot(self, width: int) -> Iterator[str]:
         """What no plan can do is solid, what is not known shaded; its upper edge is the frontier."""

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
+from lowtide.rewrite.chunked_loss import chunked_loss
+from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.merge import merged
+from lowtide.rewrite.microbatch import counts as counts_of_parts
+from lowtide.rewrite.microbatch import microbatch
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
+from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 
 __all__ = [
@@ -46,6 +51,7 @@ class Pass:
     run: Callable[..., Graph]  # given the graph and the setting; returns the graph as it is where nothing is to do
     rungs: Callable[..., Iterable[Setting]] = lambda graph: (None,)  # settings to try, the mildest first
     resizes: bool = False  # both are given the step at other sizes, too
+    alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
@@ -62,6 +68,9 @@ class Pass:
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
     Pass("merge", "bitwise", lambda graph, _: merged(graph)),
     Pass("chunks", "rounding", cut, counts),
+    Pass("microbatch", "rounding", microbatch, counts_of_parts, resizes=True, alone=True),
+    Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
+    Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

@@ -27,7 +27,7 @@ GRADIENT, STATE_GRADIENT, OPTIONS, WORKSPACE = 10, slice(11, 13), slice(13, 22),
 # Places of the backward's results: gradients of what was read, of the weights, and of the state before.
 WEIGHTS, STATE_BEFORE = slice(1, 5), slice(5, 7)
 
-SHORTEST = 4  # moments of a chunk: with fewer, a call has more to do around its moments than with them
+SHORTEST = 4  # time steps of a chunk: with fewer, a call has more to do around its time steps than with them
 
 Weights = tuple[int | None, ...]  # a value for each result of the backward that is a gradient of weights
 
@@ -62,9 +62,9 @@ def longest(graph: Graph) -> int:
 
 
 def counts(graph: Graph) -> list[int]:
-    """Into how many chunks the layers may be cut: 2, 4, 8, ... as long as a chunk has a few moments."""
-    moments, found = longest(graph), [2]
-    while found[-1] * SHORTEST <= moments:
+    """Into how many chunks the layers may be cut: 2, 4, 8, ... as long as a chunk has a few time steps."""
+    time_steps, found = longest(graph), [2]
+    while found[-1] * SHORTEST <= time_steps:
         found.append(2 * found[-1])
     return found[:-1]
 

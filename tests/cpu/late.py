@@ -31,6 +31,7 @@ class Late:
     store: LateStore
     source: torch.Tensor
     target: torch.Tensor
+    seconds: float | None = None
 
     def wait(self) -> None:
         """Let it happen now, after some others."""

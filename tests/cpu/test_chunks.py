@@ -17,9 +17,10 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import lowtide
+from lowtide import models
 from lowtide.aten import RECURRENT
 from lowtide.check import check
-from lowtide.choice import Leave, choose
+from lowtide.choice import Away, Leave, choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
@@ -302,7 +303,7 @@ def test_the_quickest_plan_is_chosen(seconds: tuple[float, ...], chunks: int) ->
     def price(graph: lowtide.Graph) -> Costs:
         return replace(declared(graph), seconds=(0.0,) * len(graph.ops))
 
-    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int) -> Plan:
+    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
         asked.append(seconds[len(asked)])
         return Plan(Program(graph.fingerprint, ()), 1, 1, asked[-1], 5.0, 5.0, 1, 0.0)
 
@@ -311,6 +312,25 @@ def test_the_quickest_plan_is_chosen(seconds: tuple[float, ...], chunks: int) ->
     assert chosen.plan.program.graph == chosen.graph.fingerprint == with_narrow(cut(graph, chunks)).fingerprint
     asked.clear()
     assert choose(graph, price, search).chunks == len(asked) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_searches_share_the_time(fails: bool) -> None:
+    """However many homes are tried, all searches for them together have no more than the time limit."""
+    step, model, optimizer, example = models.build("gpt:layers=2,width=64,heads=2,context=32,batch=2,optimizer=adam")
+    graph = lowtide.capture(step, model, optimizer, example).graph
+    parts: list[float] = []
+
+    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
+        parts.append(part)
+        if fails and len(parts) == 1:
+            raise BudgetError("nothing fits", least=1)
+        return Plan(Program(graph.fingerprint, ()), 1, 1, 9.0 / len(parts), 1.0, 1.0, 1, 0.0)
+
+    choose(graph, declared, search, away=Away("disk"))
+    assert len(parts) == 5
+    assert parts[0] == 1
+    assert sum(parts[1:]) <= 1 + 1e-9
 
 
 def test_a_budget_that_nothing_fits(least: int) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import lowtide
+from lowtide import models
+from lowtide.costs import Lane, Transfer
 from lowtide.device import CPU
 from lowtide.device.disk import Disk
 from lowtide.errors import UsageError
 from lowtide.measure import lanes
-from lowtide.measure.lanes import SIZES, fit, measure_lanes
+from lowtide.measure.lanes import SIZES, corrected, fit, measure_lanes
 
 
 @pytest.mark.parametrize(("latency", "rate"), [(1e-4, 1e9), (0.0, 5e8), (3e-3, 2e9)])
@@ -112,3 +115,35 @@ def test_copies_beside_compute_take_a_part(monkeypatch: pytest.MonkeyPatch) -> N
     out, into = measure_lanes(device, "host", cache=False)
     assert out.takes == pytest.approx(0.2)
     assert into.takes == lanes.LEAST  # no copy is for nothing
+
+
+def test_steps_correct_the_rates_of_lanes() -> None:
+    """64 MB go out in 20 ms each, and come back at 1 GB/s; a place that nothing was copied to stays as it was."""
+    known = (Lane("disk", "out", 1e-3, 1e9, 0.3), Lane("disk", "in", 1e-3, 5e9, 0.1), Lane("host", "in", 0.0, 7e9))
+    step = [
+        Transfer("disk", "out", 64 * 10**6, 0.021),
+        Transfer("disk", "out", 64 * 10**6, 0.021),
+        Transfer("disk", "in", 128 * 10**6, 0.129),
+    ]
+    disturbed = [Transfer("disk", "in", 128 * 10**6, 3.0)]
+    out, into, other = corrected(known, [step, step, disturbed])
+    assert (out.rate, into.rate) == pytest.approx((3.2e9, 1e9))
+    assert (out.latency, out.takes, other) == (1e-3, 0.3, known[2])
+    assert corrected(known, [[Transfer("disk", "out", 1000, 1.0)]]) == known  # too little to tell
+    assert corrected(known, [[Transfer("disk", "out", 10**7, 1e-4)]])[0].rate <= 2e11  # quicker than its latency
+
+
+def test_fitted_steps_correct_lanes_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned after them goes by what their copies took."""
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    wrong = (Lane("disk", "out", 0.0, 1e13, 0.02), Lane("disk", "in", 0.0, 1e13, 0.02))  # no disk is so quick
+    lanes._write(lanes._path(CPU, "disk", None), wrong)
+    step, model, optimizer, example = models.build("gpt:layers=4,width=256,context=64,batch=2,optimizer=adam")
+    train = lowtide.fit(step, model, optimizer, example=example, budget="30MB", time_limit=0.3, offload="disk")
+    assert train.program.copies
+    for _ in range(4):
+        train(*example)
+    copied = [one for step in train._fits[0].runner.away.transfers for one in step]
+    assert {one.direction for one in copied} == {"out", "in"}
+    assert all(one.place == "disk" and one.nbytes > 0 and one.seconds > 0 for one in copied)
+    assert all(lane.rate < 1e11 and lane.takes == 0.02 for lane in measure_lanes(CPU, "disk"))

@@ -147,7 +147,7 @@ def test_eager_s_peak_is_that_of_the_checkpointed_program() -> None:
 def test_with_the_bytes_of_the_plain_model_nothing_runs_twice() -> None:
     def planned(reentrant: bool | None) -> lowtide.Plan:
         graph = lowtide.capture(*recipe(reentrant, False)()).graph
-        return choose(graph, lowtide.roofline, lambda graph, costs, _: lowtide.plan(graph, costs)).plan
+        return choose(graph, lowtide.roofline, lambda graph, costs, *_: lowtide.plan(graph, costs)).plan
 
     plain, found = planned(None), planned(False)
     assert found.seconds == pytest.approx(plain.seconds, rel=1e-9)

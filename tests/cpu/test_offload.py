@@ -495,3 +495,34 @@ def test_a_curve_goes_lower_with_offload() -> None:
         json.loads(_run("curve", TARGETS["gpt"], *more, *options).stdout) for more in ((), ("--offload", "disk"))
     )
     assert with_["least_feasible"] < without["least_feasible"]
+
+
+def test_an_error_names_what_fits_with_offload() -> None:
+    """The bytes of its hint are a budget that really can be kept, and less than without."""
+    step, model, optimizer, example = recipe("gpt")()
+    asked: dict[str, Any] = {"example": example, "costs": "roofline", "time_limit": 0.2}
+    with pytest.raises(BudgetError, match="no plan found") as caught:
+        lowtide.fit(step, model, optimizer, budget=frame("gpt").below, **asked)
+    found = re.search(r'with offload="disk" \(--offload disk\) ([\d,]+) bytes can be planned', caught.value.hint or "")
+    assert found is not None
+    named = int(found[1].replace(",", ""))
+    assert caught.value.least is not None
+    assert named < caught.value.least
+    train = lowtide.fit(step, model, optimizer, budget=named, offload="disk", **asked)
+    train(*example)
+    assert train.peak is not None
+    assert train.peak <= named
+    with pytest.raises(BudgetError) as caught:
+        lowtide.fit(step, model, optimizer, budget=1000, offload="disk", **asked)
+    assert "with offload" not in (caught.value.hint or "")
+
+
+def test_verify_takes_offload_on_the_command_line() -> None:
+    budget, target = frame("mlp").below, TARGETS["mlp"]
+    options = ["--budget", str(budget), "--steps", "1", "--time-limit", "0.2"]
+    assert CliRunner().invoke(app, ["verify", target, *options]).exit_code == 3
+    result = CliRunner().invoke(app, ["verify", target, *options, "--offload", "disk", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["equal"]
+    strange = CliRunner().invoke(app, ["verify", target, *options, "--offload", "moon"])
+    assert strange.exit_code == 2

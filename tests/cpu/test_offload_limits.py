@@ -18,6 +18,7 @@ from twins import assert_same, everything
 
 import lowtide
 from lowtide import models
+from lowtide.bench import beyond, limited
 from lowtide.bench.offload import SIDE, Case, built
 from lowtide.costs import Lane
 from lowtide.errors import PlaceError
@@ -197,3 +198,16 @@ def test_a_plan_with_copies_that_fits_has_an_arena() -> None:
     budget = costs.persistent(graph) + largest + STAGING + case.nbytes // 4 + 2 * SIDE * SIDE * 4
     found = plan(graph, costs, budget, method="offload", time_limit=0.1)
     assert found.program.arena > 0
+
+
+@pytest.mark.long
+def test_half_of_what_persists_is_enough_where_the_system_gives_no_more() -> None:
+    if not limited.enforced():
+        pytest.skip("this system does not hold processes to a limit on their data")
+    found = beyond.beyond(TARGET, steps=3, time_limit=0.5)
+    print(found)
+    assert found.budget == found.persistent // 2
+    assert found.fitted == 3 > found.eager, found.fitted_end
+    assert found.equal
+    assert 0 < found.resident <= found.budget + found.slack
+    assert found.ok

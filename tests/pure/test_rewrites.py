@@ -46,9 +46,9 @@ def test_what_changes_nothing_was_not_applied() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no rewrite sparse") as caught:
-        rewrite.apply(_pooling(), (Rewrite("sparse"),))
-    assert "chunks, sizes, narrow" in caught.value.hint
+    with pytest.raises(UsageError, match=r"no rewrite shrink") as caught:
+        rewrite.apply(_pooling(), (Rewrite("shrink"),))
+    assert "sizes, narrow" in caught.value.hint
 
 
 def test_a_graph_that_cannot_run_is_caught_after_the_pass_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_graph_that_cannot_run_is_caught_after_the_pass_that_made_it(monkeypat
         op = dataclasses.replace(graph.ops[-1], args=(Read(len(graph.values)),))
         return dataclasses.replace(graph, ops=(*graph.ops[:-1], op))
 
-    monkeypatch.setattr(rewrite, "PASSES", (*rewrite.PASSES[:3], rewrite.Pass("lose", "lossy", lose)))
+    monkeypatch.setattr(rewrite, "PASSES", (*rewrite.PASSES, rewrite.Pass("lose", "lossy", lose)))
     with pytest.raises(ProgramError, match=r"lose made a graph that cannot be run"):
         rewrite.apply(_pooling(), (Rewrite("sizes"), Rewrite("lose")))
 

@@ -13,7 +13,7 @@ from lowtide.bench import batch as batches
 from lowtide.bench.cli.verbs import NOTHING, Markdown, Part, Row, finish, rows_of
 from lowtide.budget import read_budget
 from lowtide.cli.profile import Json
-from lowtide.cli.talk import answering
+from lowtide.cli.talk import answering, telling
 from lowtide.cli.target import build
 from lowtide.report import Table, show_bytes, show_seconds
 
@@ -38,9 +38,9 @@ def batch(
 
     def one(target: str) -> Row:
         nbytes = read_budget(budget or batches.TARGETS.get(target, batches.BUDGET), persistent=1, eager_peak=1)
-        found = batches.compare(
-            lambda count: Parts(*build(target, batch=count)), nbytes, rounds=rounds, time_limit=time_limit
-        )
+        make = lambda count: Parts(*build(target, batch=count))  # noqa: E731
+        with telling(f"bench batch {target}") as tell:
+            found = batches.compare(make, nbytes, rounds=rounds, time_limit=time_limit, tell=tell)
         wanted = batches.GAINS.get(target) if budget is None else None
         enough = wanted is None or (found.gain is not None and found.gain >= wanted)
         sizes = [{**asdict(item), "error": item.error, "ok": item.ok} for item in found.timed]

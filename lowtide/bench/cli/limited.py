@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from lowtide.bench import beyond as beyonds
 from lowtide.bench import limited as limits
 from lowtide.bench import soak as soaks
 from lowtide.bench.cli.verbs import Markdown, Part, Row, finish, rows_of
 from lowtide.cli.plan import TimeLimit
 from lowtide.cli.profile import Json
-from lowtide.cli.talk import answering, counting
+from lowtide.cli.talk import answering, counting, telling
 from lowtide.errors import UsageError
 from lowtide.plan import TIME_LIMIT
-from lowtide.report import Table, show_bytes
+from lowtide.report import Table, show_bytes, show_seconds
 
 LIMITED = ("resnet:depth=50,batch=16,size=128",)
 STEADY = ("gpt",)
 SOAKED = ("gpt:layers=2,width=64,heads=2,context=32,vocabulary=256,batch=4,optimizer=adamw",)
+HALF = "Let state and parameters live in a file, and the budget be half of what persists between steps."
 BUDGET = "Of the whole step: bytes, a unit, or a part of eager's own."
 
 
@@ -30,6 +33,7 @@ def limited(
     ] = None,
     budget: Annotated[str, typer.Option(metavar="<bytes>", help=BUDGET)] = "25%",
     steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 50,
+    offload: Annotated[bool, typer.Option("--offload", help=HALF)] = False,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
     markdown: Markdown = False,
@@ -37,6 +41,9 @@ def limited(
     """Train where the system gives no more than the budget and 64 MiB."""
     if not limits.enforced():
         raise UsageError("this system does not hold processes to RLIMIT_DATA.", hint="run it on Linux 4.7 or later.")
+    if offload:
+        finish([_beyond(targets or [beyonds.TARGET], steps, time_limit)], as_json, markdown)
+        return
 
     def one(target: str) -> Row:
         found = limits.live(target, budget=budget, steps=steps, time_limit=time_limit)
@@ -60,6 +67,39 @@ def limited(
     table = Table("srrrrl", cells, titles, ("bold", "", "", "", "", ""))
     lines = [f"eager on {row['target']}: {row['eager_end']}" for row in rows if row.get("eager_end")]
     finish([Part("rows", rows, [table], lines=lines)], as_json, markdown)
+
+
+def _beyond(targets: Sequence[str], steps: int, time_limit: float) -> Part:
+    """Steps within half of what persists between them."""
+
+    def one(target: str) -> Row:
+        with telling(f"bench limited {target}") as say:
+            found = beyonds.beyond(target, steps=steps, time_limit=time_limit, tell=say)
+        return {**asdict(found), "ok": found.ok}
+
+    rows = rows_of("limited", targets, one, "--offload", "--steps", str(steps), "--time-limit", str(time_limit))
+    done = [row for row in rows if "failure" not in row]
+    cells = [
+        [
+            row["target"],
+            show_bytes(row["persistent"]),
+            show_bytes(row["budget"]),
+            show_bytes(row["resident"]),
+            f"{row['fitted']} of {row['wanted']}",
+            "-" if row["seconds"] is None else show_seconds(row["seconds"]),
+            show_seconds(row["eager_seconds"]),
+            f"{row['eager']} of {row['wanted']}",
+            "ok" if row["ok"] else row["fitted_end"] or ("more is resident" if row["equal"] else "differs from eager"),
+        ]
+        for row in done
+    ]
+    titles = ["target", "persistent", "budget", "resident", "steps", "a step", "eager's, free", "eager's", ""]
+    lines = [f"eager on {row['target']}, held: {row['eager_end']}" for row in done if row["eager_end"]]
+    lines.append(
+        "the limits are on data and address space, from the end of the first step; resident: the most since then, by "
+        "VmHWM, pages of files included, less what is there beside the budget"
+    )
+    return Part("rows", rows, [Table("srrrrrrrl", cells, titles, ("bold", *[""] * 8))], lines=lines)
 
 
 @answering
