@@ -18,6 +18,7 @@ from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
+from lowtide.guards import Change
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
 from lowtide.rewrites import read_allow
@@ -51,20 +52,20 @@ class Fitted:
         return self._call(*batch)
 
     def _call(self, *batch: Any) -> Any:
-        stale: StaleError | None = None
+        change: Change | None = None  # the first; with its error the frames that hold the batch would stay
         given = Batch.of(batch)
         for one in self._kept.candidates(given.key):
             try:
                 result = one.take(given)
             except StaleError as error:
-                stale = stale or error
+                change = change or error.change
                 continue
             self._kept.use(given.key, one)
             one.hold()
             return result
-        assert stale is not None
-        self._changes.note(stale.change)
-        self._request.say(f"{stale.change.what}: the step is captured anew, within the same budget")
+        assert change is not None
+        self._changes.note(change)
+        self._request.say(f"{change.what}: the step is captured anew, within the same budget")
         made = self._maker.make(batch, self._changes.numbers, known=self._fits)
         one = self._keep(given.key, made)
         result = one.take(given)

@@ -96,7 +96,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_trainer_of_hugging_face(name: str, tmp_path: Path) -> None:
-    callback = lowtide.TrainerCallback("90%", **QUICK)
+    budget = None if name in ("mixed", "half") else "90%"  # what ops of 16 bits hold inside is not known here
+    callback = lowtide.TrainerCallback(budget, **QUICK)
     plain = hugging_face(tmp_path / "plain", [], **TRAINERS[name])
     found = hugging_face(tmp_path / "found", [callback], **TRAINERS[name])
     assert_alike(plain, found, callback)
@@ -217,7 +218,7 @@ def fit_by_lightning(module: Any, callbacks: list[Any], folder: Path, **options:
     ids=["plain", "mixed"],
 )
 def test_lightning(forward: bool, options: dict[str, Any], tmp_path: Path) -> None:
-    callback = lowtide.LightningCallback("90%", **QUICK)
+    callback = lowtide.LightningCallback(None if options else "90%", **QUICK)
     plain = fit_by_lightning(lightning_module(forward), [], tmp_path / "plain", **options)
     module = lightning_module(forward)
     found = fit_by_lightning(module, [callback], tmp_path / "found", **options)
