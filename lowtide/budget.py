@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,7 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
+LEAST = "least"  # the budget of whoever wants as few bytes as can be planned
 MOST = 2**60  # bytes; sums of a few budgets still are numbers of 64 bits
 LONGEST = 40  # letters
 MACHINE, PROCESS, GROUPS = Path("/proc/meminfo"), Path("/proc/self"), Path("/sys/fs/cgroup")
@@ -30,14 +32,20 @@ CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # files 
 FORM = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
 
-def read_budget(budget: int | str, *, persistent: int, eager_peak: int) -> int:
-    """The bytes of a budget; a percentage is `persistent` plus that part of what eager's step adds to it."""
+def read_budget(budget: int | str, *, persistent: int, eager_peak: int, least: Callable[[], int] | None = None) -> int:
+    """The bytes of a budget; a percentage is `persistent` plus that part of what eager's step adds to it.
+
+    `least` is asked for the fewest bytes that can be planned, where the budget is that word; None: it is not, here.
+    """
+    if budget == LEAST and least is not None:
+        return _positive(least(), budget)
     if isinstance(budget, int) and not isinstance(budget, bool):
         return _positive(budget, budget)
     found = FORM.fullmatch(budget) if isinstance(budget, str) and len(budget) <= LONGEST else None
     if found is None or (found[2] != "%" and found[2].lower() not in UNITS):
         raise UsageError(
-            f"{_shown(budget)} is no budget.", hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%)."
+            f"{_shown(budget)} is no budget.",
+            hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%); of a step, least.",
         )
     if found[2] == "%":
         return _positive(persistent + round(float(found[1]) / 100 * max(0, eager_peak - persistent)), budget)

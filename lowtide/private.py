@@ -41,7 +41,7 @@ refuse_version(torch.__version__)
 try:
     from torch._subclasses import fake_tensor
     from torch.multiprocessing import reductions
-    from torch.utils import _python_dispatch, flop_counter
+    from torch.utils import _device, _python_dispatch, flop_counter
 
     # Stand-ins for tensors, on which a step is traced, and what they raise where they would need contents.
     FakeTensor = fake_tensor.FakeTensor
@@ -86,6 +86,11 @@ try:
     mkldnn_enabled = torch._C._get_mkldnn_enabled
     matmul_precision = torch._C._get_float32_matmul_precision
     innermost_transform = torch._C._functorch.peek_interpreter_stack
+    # The trace that torch.jit.trace makes, if one is being made.
+    jit_state = torch._C._get_tracing_state
+    # The modes that see calls of torch's functions, and the one among them that only says where tensors are made.
+    function_modes = torch.overrides._get_current_function_mode_stack
+    DeviceContext = _device.DeviceContext
     # Hooks at every module and every update.
     _GLOBAL_HOOKS: tuple[Any, ...] = (
         torch.nn.modules.module._global_forward_hooks,
@@ -217,6 +222,14 @@ def bare_kernel(overload: Any) -> Callable[..., Any]:
 def symbolic(node: Any) -> torch.SymFloat:
     """A number that torch hands on unread: arithmetic with it comes to the methods of our node."""
     return torch.SymFloat(node)
+
+
+def traced_by_others() -> bool:
+    """Whether modes or transforms see the calls that are made now, and not only say where tensors are made."""
+    if mode_count() or innermost_transform() is not None or jit_state() is not None:
+        return True
+    modes: list[Any] = function_modes() if function_mode_count() else []  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def autocast_state() -> tuple[Any, ...] | None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide import private
+from lowtide.capture.first_state import first_state
 from lowtide.capture.origin import user_line
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.stand_in import fake_like
@@ -65,7 +67,8 @@ def _refuse_unknown(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CaptureError(
             "LBFGS runs the step a number of times that depends on the data.",
-            hint="use an optimizer with a fixed update, such as SGD or AdamW.",
+            hint="use an optimizer with a fixed update, such as SGD or AdamW; or lowtide.attach(model), with which it "
+            "works.",
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("fused"):
@@ -93,10 +96,7 @@ def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
         return {"momentum_buffer": torch.full_like(parameter, -0.0, requires_grad=False)}
     initialise = state_maker(optimizer)
     if initialise is None:
-        raise CaptureError(
-            f"{type(optimizer).__name__} has no state yet, and lowtide cannot know what it starts from.",
-            hint="take one step in eager PyTorch first, then capture.",
-        )
+        return first_state(optimizer, group, parameter)
     lists = len(inspect.signature(initialise).parameters) - 1
     stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
     stand_in.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
@@ -237,3 +237,27 @@ def _make_state(optimizer: torch.optim.Optimizer, needed: list[torch.Tensor]) ->
             hint="give the process more memory, or take an optimizer with less state.",
         ) from error
     optimizer.state.update(zip(missing, made, strict=True))
+
+
+def state_bytes(optimizer: Any) -> int | None:
+    """The bytes of the state that these optimizers have or will make at their first step; None: that is not known."""
+    nbytes, fake_mode = 0, private.fake_mode()
+    for one in optimizers_of(optimizer):
+        one = innermost(one)
+        for group in one.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter.requires_grad):
+                entries = one.state.get(parameter)
+                try:
+                    with fake_mode:
+                        entries = entries or initial_state(one, group, fake_like(parameter, fake_mode))
+                except CaptureError:
+                    return None
+                nbytes += sum(item.nbytes for item in entries.values() if isinstance(item, torch.Tensor))
+    return nbytes
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside others that only pass calls on, as Accelerate's and Lightning's do."""
+    while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inside
+    return optimizer

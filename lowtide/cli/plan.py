@@ -41,7 +41,7 @@ from lowtide.simulate import simulate
 BUDGET = (
     "The most bytes that the whole step may hold: 2GiB, 800MB, or 50%, which is what persists between steps and half "
 )
-BUDGET += "of what eager's step adds to it."
+BUDGET += "of what eager's step adds to it; least: as few as can be planned."
 METHOD = f"How to plan: {BEST} is the search; one-shot only reorders; {OFFLOAD} copies to --offload and runs nothing "
 METHOD += f"twice; the others are as published: {', '.join(CLASSICS)}."
 EXPLAIN = "Say instead why this value is kept, made again, offloaded, kept narrow or let go: a number (%123), an op "
@@ -110,11 +110,18 @@ def plan(
         return costs_of(graph, costs, offload_dir)
 
     def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
-        nbytes = read_budget(budget or "", persistent=found.persistent(graph), eager_peak=eager_peak)
+        lowest: list[Plan] = []
+
+        def least() -> int:
+            lowest.append(planning.least())
+            return lowest[0].peak
+
         with searching(time_limit) as progress:
             planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
-            return planning.within(nbytes, method)
+            persistent = found.persistent(graph)
+            nbytes = read_budget(budget or "", persistent=persistent, eager_peak=eager_peak, least=least)
+            return planning.within(nbytes, method, lowest)
 
     away = asked.away(captured.graph.device)
     if load is not None:
@@ -230,7 +237,7 @@ def promised(planned: Plan) -> dict[str, Any]:
 
 def refuse_early(budget: str) -> None:
     """Raise where this is no budget, before anything is captured or measured."""
-    read_budget(budget, persistent=1, eager_peak=1)
+    read_budget(budget, persistent=1, eager_peak=1, least=lambda: 1)
 
 
 def with_optional(captured: Captured) -> Captured:

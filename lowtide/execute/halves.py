@@ -24,6 +24,7 @@ from lowtide.graph import Graph, Read
 from lowtide.guards import MISSING, Place
 from lowtide.program import Program, Run
 
+NO_BATCH = Batch.of(())
 SMALL = 2**20  # bytes of buffers that a forward updates: so much is kept beside every step, to run its forward again
 
 
@@ -155,7 +156,7 @@ class Half:
                 "it has updated large buffers, and what they were before is gone.",
                 hint="call the model again: the next call is planned for this use of its outputs.",
             )
-        inputs, written, state = self.inputs, self._written, self._state
+        inputs, written, state, batch = self.inputs, self._written, self._state, self.batch
         now = [tensor.detach().clone() for tensor, _ in written]
         drawn = torch.get_rng_state()
         self.close()
@@ -164,7 +165,7 @@ class Half:
             _fill((tensor for tensor, _ in written), (content for _, content in written))
             if state is not None:
                 torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-            return Half(halves, self.batch, before=self)
+            return Half(halves, batch, before=self)
         finally:
             _fill((tensor for tensor, _ in written), now)
             torch.set_rng_state(drawn)
@@ -177,7 +178,8 @@ class Half:
         if call is None or program is None:
             raise UsageError(
                 "this step has had its backward already, or failed.",
-                hint="what it held is gone: run the forward again. retain_graph does not keep it.",
+                hint="what it held is gone: run the forward again. retain_graph does not keep it; a step that goes "
+                "back twice works with lowtide.fit.",
             )
         self.refuse_autocast()
         self._unchanged(self._needed)
@@ -201,7 +203,7 @@ class Half:
         """Raise where the second half would run under autocast."""
         if torch.is_autocast_enabled(torch.device(self.captured.graph.device).type):
             raise UsageError(
-                "backward() is called under torch.autocast, which would change the ops of a wrapped model's backward.",
+                "backward() is called under torch.autocast, which would change the ops of a planned backward.",
                 hint="call backward() after the autocast block, as torch advises.",
             )
 
@@ -212,6 +214,7 @@ class Half:
             self._ending.call_off()
         self.outputs = []
         self._needed, self._given, self._written, self.inputs = [], [], [], {}
+        self.batch = NO_BATCH  # a loss that is kept leads here, and would keep the batch
 
     @staticmethod
     def _unchanged(needed: Sequence[tuple[str, torch.Tensor, int]]) -> None:

@@ -20,6 +20,7 @@ from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
+from lowtide.guards import Change
 from lowtide.page import Looks, page_of
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
@@ -54,21 +55,21 @@ class Fitted:
         return self._call(*batch)
 
     def _call(self, *batch: Any) -> Any:
-        stale: StaleError | None = None
+        change: Change | None = None  # the first; with its error the frames that hold the batch would stay
         given = Batch.of(batch)
         for one in self._kept.candidates(given.key):
             try:
                 result = one.take(given)
             except StaleError as error:
-                stale = stale or error
+                change = change or error.change
                 continue
             self._kept.use(given.key, one)
             one.hold()
             return result
-        assert stale is not None
-        self._changes.note(stale.change)
-        self._request.say(f"{stale.change.what}: the step is captured anew, within the same budget")
-        made = self._maker.make(batch, self._changes.numbers, known=self._latest)
+        assert change is not None
+        self._changes.note(change)
+        self._request.say(f"{change.what}: the step is captured anew, within the same budget")
+        made = self._maker.make(batch, self._changes.numbers, known=self._fits)
         one = self._keep(given.key, made)
         result = one.take(given)
         one.hold()
@@ -80,7 +81,7 @@ class Fitted:
         if one is None:
             self._request.say(f"{why}: the step is captured anew")
             arguments = tuple(batch.structure.build(batch.leaves))
-            one = self._keep(batch.key, self._maker.make(arguments, self._changes.numbers, known=self._latest))
+            one = self._keep(batch.key, self._maker.make(arguments, self._changes.numbers, known=self._fits))
         self._kept.use(batch.key, one)
         return one.fit
 
@@ -150,6 +151,15 @@ class Fitted:
         """Put back what `state_dict` returned, once a step has put model and optimizer into parts."""
         self._latest.runner.binding.wholes.settle()
         forms.load_state(self._request.model, self._request.optimizer, state)
+
+    def give_back(self, wanted: int | None = None) -> None:
+        """Give the system the arena that waits for the next step, which maps it anew.
+
+        With `wanted`, only where so many bytes beside it would be more than what eager's step holds at its peak.
+        """
+        fit = self._latest
+        if wanted is None or fit.plan.peak + wanted > fit.eager_peak:
+            fit.runner.device.arenas.empty()
 
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""
@@ -247,7 +257,8 @@ def fit(
     - `example`: a batch, the arguments after the optimizer. Batches of other shapes are planned when they come, within
       the same budget.
     - `budget`: the peak of the whole step in bytes, "2GiB", or "50%": what persists between steps and half of what
-      eager's step adds to it. Without one it is what is free on the machine.
+      eager's step adds to it; "least": as few bytes as can be planned, for each shape. Without one it is what is free
+      on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
     - `time_limit`: seconds of planning.
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from lowtide import device as devices
 from lowtide import report
-from lowtide.budget import allowance, read_budget
+from lowtide.budget import LEAST, allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_peak, given, judged
@@ -17,11 +17,13 @@ from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.request import PlanFrom, Request
+from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.page.advice import Situation
 from lowtide.plan import carry, plan
+from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
@@ -30,6 +32,11 @@ from lowtide.verify.gradient import with_errors
 
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
+
+ROOMY, WASTE = (
+    0.75,
+    0.02,
+)  # of the budget, and overhead: a carried plan that leaves so much and costs so much is no good
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
 
@@ -71,26 +78,30 @@ class Maker:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
         self._request, self._manner = request, manner
 
-    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Fit | None = None) -> Fit:
-        """The step for batches like this one; from a similar one, if one is known, where that can be."""
+    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
+        """The step for batches like this one; from a similar one, where one is known: the latest are first."""
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         leave = self._leave(captured.graph, batch, numbers, known)
-        if known is None and self._request.plan is not None:
+        if not known and self._request.plan is not None:
             chosen = self._given(self._request.plan, captured.graph, leave)
         else:
-            chosen = self._carried(known, captured.graph) or choose(
-                captured.graph,
-                self._price,
-                self._search,
-                leave=leave,
-                away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
-                could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
+            chosen = (
+                self._shrunk(known, captured.graph)
+                or self._carried(known, captured.graph)
+                or choose(
+                    captured.graph,
+                    self._price,
+                    self._search,
+                    leave=leave,
+                    away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
+                    could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
+                )
             )
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
-        return self._bind(replace(captured, graph=chosen.graph), chosen, captured.graph)
+        return self._bind(replace(captured, graph=chosen.graph), replace(chosen, plan=found), captured.graph)
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -147,9 +158,9 @@ class Maker:
                 raise
             return self._manner.capture(self._request, batch, ())
 
-    def _leave(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Fit | None) -> Leave:
+    def _leave(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Leave:
         """What may be done to the step; parameters and state keep the form that a step has put them into."""
-        before = () if known is None else known.plan.rewrites
+        before = known[0].plan.rewrites if known else ()
         always = tuple(one for one in before if one.name in FORMS)
         without = frozenset[str]() if self._manner.lasting else FORMS
         return Leave(self._request.allowed, self._resized(graph, batch, numbers), always, without)
@@ -168,10 +179,30 @@ class Maker:
         self.budget = chosen.plan.budget
         return chosen
 
-    def _carried(self, known: Fit | None, graph: Graph) -> Choice | None:
-        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
-        if known is None or exactness(known.plan.rewrites) != "bitwise":
+    def _shrunk(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
+        """A plan from that of the next larger batch, without measuring; where that wastes time, a new one."""
+        rewritten = apply(graph, EXACT)
+        candidate = rewritten.graph
+        exact = [one for one in fits if one.plan.rewrites == rewritten.rewrites]
+        larger = [one for one in exact if smaller(one.runner.captured.graph, candidate)]
+        if not larger or any(one.runner.captured.graph.fingerprint == candidate.fingerprint for one in exact):
             return None
+        known = min(larger, key=lambda one: sum(one.costs.nbytes))
+        before = known.runner.captured.graph
+        costs = scaled(known.costs, before, candidate)
+        found = carry(known.plan, before, candidate, costs, self.budget)
+        peak = eager_peak(graph, rewritten, costs, roofline)
+        idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
+        if found is None or (idle and found.overhead > WASTE):
+            self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
+            found = self._search(candidate, costs, peak, 1.0)
+        return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
+
+    def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
+        """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
+        if not fits or exactness(fits[0].plan.rewrites) != "bitwise":
+            return None
+        known = fits[0]
         elsewhere = [rewrite for rewrite in known.plan.rewrites if rewrite.name in ELSEWHERE]
         rewritten = apply(graph, (*EXACT, *elsewhere))
         candidate, costs = rewritten.graph, self._price(rewritten.graph)
@@ -185,15 +216,21 @@ class Maker:
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
-        if self.budget is None:
+        planning, lowest = Planning(graph, costs, time_limit=part * self._request.time_limit), []
+        if self._request.budget == LEAST:  # of each shape: a later one may need more
+            lowest.append(planning.least())
+            self.budget = max(self.budget or 0, lowest[0].peak)
+        elif self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return plan(graph, costs, self.budget, time_limit=part * self._request.time_limit)
+        return planning.within(self.budget, known=lowest)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""
         if self._request.budget is not None:
-            return read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+            nbytes = read_budget(self._request.budget, persistent=persistent, eager_peak=eager_peak)
+            part = str(self._request.budget).strip().endswith("%")  # of the step, to which nothing beside it belongs
+            return nbytes if part else max(1, nbytes - self._request.beside)
         return persistent + int(FREE * devices.of(device).free_bytes())
 
     def situation(self, fit: Fit) -> Situation:

@@ -29,7 +29,7 @@ class Request:
     model: Any
     optimizer: Any = None  # None, one, or a tuple of them
     _: KW_ONLY
-    budget: int | str | None = None  # bytes of the whole step, "2GiB", or "50%"; None: what is free on the machine
+    budget: int | str | None = None  # bytes of the whole step, "2GiB", "50%" or "least"; None: what is free
     plan: PlanFrom | None = None  # in place of a budget
     time_limit: float = TIME_LIMIT  # seconds of planning
     costs: CostsFrom = "measured"
@@ -38,6 +38,7 @@ class Request:
     offload_dir: str | os.PathLike[str] | None = None  # the folder of the file, where the place is the disk
     allow: str | Iterable[str] | None = None  # what may change the bits: a tier or names; None: nothing
     rounding: bool = False  # short for the tier "rounding"
+    beside: int = 0  # bytes that the caller holds within a budget of bytes: an optimizer's state
     tell: Tell | None = None  # is told, a line each, what happens before steps
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Request:
             known = ", ".join(get_args(CostsFrom))
             raise UsageError(f"costs={self.costs!r} is unknown.", hint=f"choose one of {known}.")
         if isinstance(self.budget, str):
-            read_budget(self.budget, persistent=1, eager_peak=1)
+            read_budget(self.budget, persistent=1, eager_peak=1, least=lambda: 1)
         self.places.refuse(planned=self.plan is not None)
         Leave(self.allowed)
 

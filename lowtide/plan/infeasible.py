@@ -46,7 +46,8 @@ def explain(problem: Problem, budget: int, least: int, method: str = "lowtide") 
         f"No step can do with less than {least_possible:,}: {item.name} ({where}) needs these together:\n"
         + "\n".join(rows)
         + f"\nThe least peak that was reached is {least:,} bytes{through}.",
-        hint=f"a budget of {least:,} bytes can be planned; for less, lower the batch size or the widest layer.",
+        hint=f'a budget of {least:,} bytes can be planned ("least" finds as few as can be); for less, lower the batch '
+        "size or the widest layer.",
         least=least,
         budget=budget,
     )

@@ -23,7 +23,7 @@ Change = Callable[[nn.Module], nn.Module]
 
 
 def refused(change: Change, *words: str) -> None:
-    """A plain step with its model changed is refused with these words, by `fit` and by `wrap` too."""
+    """A plain step with its model changed is refused with these words, by `fit`, `wrap` and `attach` too."""
     step, model, optimizer, example = recipe(plain)()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about what is old
@@ -32,6 +32,7 @@ def refused(change: Change, *words: str) -> None:
         lambda: lowtide.capture(step, changed, optimizer, example),
         lambda: lowtide.fit(step, changed, optimizer, example=example),
         lambda: lowtide.wrap(changed, example=example[:1]),
+        lambda: lowtide.attach(changed),
     )
     for door in doors:
         with pytest.raises(CaptureError) as caught:
@@ -137,6 +138,7 @@ def rank(number: int, ranks: int, store: str, folder: str) -> None:
         for door in (
             lambda one=one: lowtide.fit(step, one, optimizer, example=example),
             lambda one=one: lowtide.wrap(one, example=example[:1]),
+            lambda one=one: lowtide.attach(one),
         ):
             try:
                 door()
@@ -153,12 +155,13 @@ def test_two_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "")
     multiprocessing.spawn(rank, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     for number in range(2):
-        fit, wrap, fit_synchronised, wrap_synchronised = (tmp_path / str(number)).read_text().splitlines()
-        assert fit == wrap
+        found = (tmp_path / str(number)).read_text().splitlines()
+        fit, wrap, attach, fit_synchronised, wrap_synchronised, attach_synchronised = found
+        assert fit == wrap == attach
         assert f"rank {number} of 2" in fit
         assert "drift apart in silence" in fit
         assert "DistributedDataParallel" in fit_synchronised
-        assert fit_synchronised == wrap_synchronised
+        assert fit_synchronised == wrap_synchronised == attach_synchronised
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])

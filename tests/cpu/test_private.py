@@ -182,6 +182,34 @@ def test_modes_and_transforms_are_seen() -> None:
     assert seen != [None]
 
 
+@canary(
+    "traced_by_others",
+    "function_modes",
+    "DeviceContext",
+    "jit_state",
+    does="lets an attached model step aside where others trace it",
+)
+def test_tracing_by_others_is_seen() -> None:
+    assert not private.traced_by_others()
+    assert changed(private.traced_by_others, Calls()) == (False, True, False)
+    assert changed(private.traced_by_others, Functions()) == (False, True, False)
+    assert changed(private.traced_by_others, torch.device("cpu")) == (False, False, False)
+    seen: list[Any] = []
+    torch.func.vmap(lambda x: (seen.append(private.traced_by_others()), x)[1])(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what is old
+        torch.jit.trace(
+            lambda x: (seen.append(private.traced_by_others()), x + 1)[1], (torch.ones(2),), check_trace=False
+        )
+    assert seen
+    assert all(seen)
+    assert private.jit_state() is None
+    assert private.function_modes() == []
+    with torch.device("cpu"):
+        (mode,) = private.function_modes()
+    assert isinstance(mode, private.DeviceContext)
+
+
 @canary("below_autograd", does="runs programs without autograd's graph")
 def test_kernels_run_below_autograd() -> None:
     weight = torch.ones(2, 2, requires_grad=True)

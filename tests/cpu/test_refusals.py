@@ -215,20 +215,6 @@ def test_optimizers_that_cannot_be_captured(optimizer: Any, words: tuple[str, ..
     assert_refused(recipe(plain, optimizer=optimizer), *words)
 
 
-def test_an_optimizer_of_ones_own_without_state() -> None:
-    class Own(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.1})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
-
-    assert_refused(recipe(plain, optimizer=Own), "Own", "eager")
-
-
 def test_errors_of_the_step_itself_are_shown() -> None:
     def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(x) @ torch.ones(7, 7), y)

@@ -31,7 +31,24 @@ INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "packed", "
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
-DOORS = {"__init__", "batch", "fit", "choice", "wrap", "scan", "verify", "peaks", "page", "doctor", "cli", "bench"}
+DOORS = {
+    "__init__",
+    "batch",
+    "fit",
+    "choice",
+    "attach",
+    "evaluation",
+    "frameworks",
+    "handover",
+    "wrap",
+    "scan",
+    "verify",
+    "peaks",
+    "page",
+    "doctor",
+    "cli",
+    "bench",
+}
 REPOSITORY = "bench"  # a room that is not in the wheel
 ENTRANCE = "lowtide.cli.bench"  # the one file that asks for it
 
@@ -318,7 +335,10 @@ def fired(house: House) -> dict[str, list[str]]:
     return {name: broken for name, broken in found.items() if broken}
 
 
-ALLOWED = "__init__, batch, bench, choice, cli, doctor, fit, page, peaks, scan, verify, wrap"
+ALLOWED = (
+    "__init__, attach, batch, bench, choice, cli, doctor, evaluation, fit, frameworks, handover, page, peaks, scan, "
+    "verify, wrap"
+)
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
     (

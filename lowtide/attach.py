@@ -1,0 +1,252 @@
+"""The door for a loop that others wrote: the model stays the same object, and its forward runs by a program.
+
+The forward in the model's own `__dict__` stands before the one of its class; nothing is captured before the first call.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import graph, private, tree
+from lowtide.capture.door import refuse_at_the_door, refuse_to_run
+from lowtide.capture.optimizer import innermost, state_bytes
+from lowtide.captured import optimizers_of
+from lowtide.errors import UsageError
+from lowtide.evaluation import Evaluation, budget_of
+from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
+from lowtide.guards import MISSING
+from lowtide.handover import Autocast, Loop, sources_of, warn_of_copy
+from lowtide.plan import TIME_LIMIT
+from lowtide.wrap import Wrapped
+
+MARK = "_lowtide"  # the name under which a model has what runs it
+EVALUATION = ("in eval()", "without gradients")
+KEYS = (MARK, "forward", "__deepcopy__", "__reduce_ex__")  # what an attached model has in its own __dict__
+
+
+def attach(
+    model: nn.Module,
+    budget: int | str | None = None,
+    optimizer: Any = None,
+    *,
+    plan: PlanFrom | None = None,
+    time_limit: float = TIME_LIMIT,
+    tell: Tell | None = None,
+    costs: CostsFrom = "measured",
+    offload: graph.Place | None = None,
+    offload_budget: int | str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    allow: str | Iterable[str] | None = None,
+) -> Attached:
+    """Let `model` run its forward and backward within the budget from its next call on, in whatever loop calls it.
+
+    The model stays the same object; its first call with gradients on is captured and planned. It runs as ever in
+    `eval()`, under `torch.no_grad()` and where others trace it, but under `torch.no_grad()` a forward of eager's that
+    would hold more than the budget is planned, too. Autocast is followed. `detach(model)` ends it. With
+    `optimizer` the bytes of the optimizer's state are within the budget, too; without it, they are beside it. Copies
+    and pickles of the model are plain models. Everything else is as in `wrap`.
+    """
+    _refuse(model)
+    state = 0 if optimizer is None else state_bytes(optimizer)
+    request = Request(
+        model,
+        model,
+        budget=budget,
+        plan=plan,
+        time_limit=time_limit,
+        costs=costs,
+        offload=offload,
+        offload_budget=offload_budget,
+        offload_dir=offload_dir,
+        allow=allow,
+        beside=state or 0,
+        tell=tell,
+    )
+    request.say(_counted(model, optimizer, state))
+    return Attached(request, optimizer)
+
+
+def detach(model: nn.Module) -> None:
+    """Let an attached model run as ever, and give back what its plans hold."""
+    attached = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
+    if not isinstance(attached, Attached):
+        raise UsageError(
+            f"the {type(model).__name__} is not attached.", hint="give detach the object that was given to attach."
+        )
+    attached.end()
+
+
+class Attached:
+    """What runs an attached model: its plans, one set for each way in which the caller casts."""
+
+    def __init__(self, request: Request, optimizer: Any = None) -> None:
+        self.model: nn.Module = request.model
+        self.calls: Counter[str] = Counter()  # how many went which way
+        self._request = request
+        self.evaluation = Evaluation(request, self.model.forward)  # without gradients
+        self._loops: dict[Autocast | None, Loop] = {}
+        self._latest: Loop | None = None
+        self._before = self.model.__dict__.get("forward", MISSING)
+        self._forward: Callable[..., Any] = self.model.forward
+        hooked = [innermost(one) for one in optimizers_of(optimizer)]
+        self._hooks = [one.register_step_pre_hook(self._make_room) for one in hooked]
+        self._ours = MethodType(_standing_before(self._forward), self.model)
+        self._put()
+
+    @property
+    def fitted(self) -> Fitted | None:
+        """What ran it last, with its plan, its peak and its report; None before the first call."""
+        return None if self._latest is None else self._latest.fitted
+
+    @property
+    def outstanding(self) -> tuple[int, int]:
+        """How many forwards wait for their backward, and the bytes that they hold together."""
+        found = [loop.outstanding for loop in self._loops.values()]
+        return sum(count for count, _ in found), sum(nbytes for _, nbytes in found)
+
+    def report(self) -> str:
+        """What the plan does, what was measured, and which calls went by it, for a person."""
+        calls = ", ".join(f"{count:,} {way}" for way, count in self.calls.most_common()) or "none yet"
+        return "\n".join([*([] if self.fitted is None else [self.fitted.report()]), f"calls: {calls}"])
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model makes of these arguments, by a plan unless there is a reason to step aside."""
+        reason = self._aside(args, kwargs)
+        self.calls[reason or "by a plan"] += 1
+        if reason in EVALUATION:
+            return self._evaluate(args, kwargs)
+        if reason is not None:
+            return self._forward(*args, **kwargs)
+        autocast = Autocast.now()
+        with nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
+            loop = self._loops.get(autocast)
+            if loop is None:
+                loop = Loop(self._request, (args, kwargs), forward=self._forward, autocast=autocast)
+                self._loops[autocast] = loop
+            self._latest = loop
+            return loop(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward that is followed by no backward, or by one of eager's."""
+        if not torch.is_grad_enabled() and not private.traced_by_others():
+            found = self.evaluation.find(args, kwargs, budget_of(self._request, self.fitted))
+            if found is not None:
+                return self.evaluation.run(found, args, kwargs)
+        if self.fitted is not None:
+            self.fitted.give_back()
+        return self._forward(*args, **kwargs)
+
+    def _aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call goes as ever; None: it goes by a plan."""
+        if not self.model.training:
+            return EVALUATION[0]
+        if not torch.is_grad_enabled():
+            return EVALUATION[1]
+        if private.traced_by_others():
+            return "traced by others"
+        leaves, _ = tree.flatten((args, kwargs))
+        if any(isinstance(leaf, torch.fx.Proxy | private.FakeTensor) for leaf in leaves):
+            return "traced by others"
+        if not sources_of(self.model, args, kwargs):
+            return "with nothing to train"
+        return None
+
+    def end(self) -> None:
+        """Put everything back; where others have put a forward before ours, that one stays, and ours stands aside."""
+        if self.model.__dict__.get("forward") is self._ours:
+            del self.model.__dict__["forward"]
+            if self._before is not MISSING:
+                self.model.__dict__["forward"] = self._before
+        for key in KEYS:
+            if key != "forward":
+                self.model.__dict__.pop(key, None)
+        for hook in self._hooks:
+            hook.remove()
+        self._loops.clear()
+        self._latest = None
+
+    def _make_room(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before an update: give the arena back where that and what the update makes are more than eager's peak."""
+        if self.fitted is not None:
+            self.fitted.give_back(sum(one.nbytes for group in optimizer.param_groups for one in group["params"]))
+
+    def _put(self) -> None:
+        own = (self, self._ours, self._deepcopy, self._reduce)
+        self.model.__dict__.update(zip(KEYS, own, strict=True))
+
+    @contextmanager
+    def _plain(self) -> Iterator[nn.Module]:
+        """The model as it is without us, to be copied."""
+        warn_of_copy("an attached model")
+        mine = self.model.__dict__
+        kept = dict(mine)
+        for key in KEYS:
+            if key != "forward" or kept["forward"] is self._ours:
+                mine.pop(key, None)
+        if self._before is not MISSING and "forward" not in mine:
+            mine["forward"] = self._before
+        try:
+            yield self.model
+        finally:
+            mine.clear()
+            mine.update(kept)
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        with self._plain() as model:
+            return copy.deepcopy(model, memo)
+
+    def _reduce(self, protocol: Any) -> Any:
+        with self._plain() as model:
+            found = model.__reduce_ex__(protocol)
+            if isinstance(found, str) or len(found) < 3 or found[2] is not model.__dict__:
+                return found
+            return *found[:2], dict(found[2]), *found[3:]
+
+
+def _standing_before(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that leads to what runs the model, with the name and the signature of the one before which it stands."""
+
+    @functools.wraps(getattr(forward, "__func__", forward), assigned=("__name__", "__qualname__", "__doc__"))
+    def planned(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        attached = None if torch.compiler.is_compiling() else self.__dict__.get(MARK)
+        if attached is not None:
+            return attached(args, kwargs)
+        if getattr(forward, "__self__", self) is self:
+            return forward(*args, **kwargs)
+        return forward.__func__(self, *args, **kwargs)  # type: ignore[attr-defined] # of a copy
+
+    return planned
+
+
+def _counted(model: nn.Module, optimizer: Any, state: int | None) -> str:
+    """What is said of the optimizer's state."""
+    if optimizer is not None and state is not None:
+        return f"the optimizer's state is within the budget: {state:,} bytes"
+    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    why = "it has none yet, and its size is unknown" if optimizer is not None else "pass optimizer= for that"
+    return f"the optimizer's state is not within the budget ({why}); Adam's would be {2 * trained:,} bytes"
+
+
+def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module.",
+            hint="a function has no parameters of its own: give a whole step to lowtide.fit.",
+        )
+    if isinstance(model, Wrapped):
+        raise UsageError("the model is wrapped already.", hint="attach the model inside it: net.unwrapped.")
+    if MARK in model.__dict__:
+        raise UsageError("the model is attached already.", hint="lowtide.detach(model) first.")
+    with torch.autocast("cpu", enabled=False) if Autocast.now() is not None else nullcontext():
+        refuse_at_the_door(model.forward, model, ())
+    refuse_to_run(model)

@@ -1,0 +1,352 @@
+"""A model's step in the caller's own loop: its forward, a *handover* at which the caller's code goes on, its backward.
+
+The caller's code goes on with the outputs, and comes back with their gradients. To autograd all of it is one function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import private, tree
+from lowtide.capture import capture
+from lowtide.captured import Captured
+from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
+from lowtide.execute import Half, Halves
+from lowtide.fit import Fit, Fitted, Manner, Request
+from lowtide.guards import Place
+
+# How a gradient comes back: laid out as its output, in the order of its sizes, one number for all, or with these
+# strides; None: not at all, for the loss does not use that output.
+Named = Literal["alike", "contiguous", "expanded"]
+Habit = Named | tuple[int, ...] | None
+NAMED: tuple[Named, ...] = get_args(Named)
+ALONE = "a model in your own loop can't be verified: its backward is there, and lowtide can't run that beside eager."
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """How the caller's code casts the arguments of calls on the CPU."""
+
+    dtype: torch.dtype
+    cached: bool  # whether weights are cast once
+
+    @classmethod
+    def now(cls) -> Autocast | None:
+        """As it is now; None where nothing is cast."""
+        if private.autocast_state() is None:
+            return None
+        if not torch.is_autocast_enabled("cpu"):
+            raise UsageError(
+                "the model is called under an autocast of another device than the CPU, where lowtide trains.",
+                hint='write torch.autocast("cpu", dtype=torch.bfloat16).',
+            )
+        return cls(torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+
+    def context(self) -> torch.autocast:
+        """The same in a `with`."""
+        return torch.autocast("cpu", dtype=self.dtype, cache_enabled=self.cached)
+
+
+class Loop:
+    """A step with a handover in the caller's loop, planned for gradients that come back as they came the last time."""
+
+    def __init__(
+        self,
+        request: Request,
+        example: tuple[Any, ...],
+        *,
+        forward: Callable[..., Any] | None = None,
+        autocast: Autocast | None = None,
+    ) -> None:
+        self._model, self._budget = request.model, request.budget
+        self._forward, self._autocast = forward or request.model, autocast
+        self._habits: tuple[Habit, ...] = ()
+        self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
+        self._begun: weakref.WeakSet[Half] = weakref.WeakSet()
+        self._said = 1  # so many at a time need no word
+        with _said(request.model):
+            self.fitted = Fitted(request, detached(example), Manner(self._capture, Halves, ALONE, lasting=False))
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model makes of these arguments, with a history that leads to the second half of the step."""
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = ()
+        with _said(self._model):
+            half: Half = self.fitted(*detached((args, kwargs)))
+        self._begun.add(half)
+        self._count()
+        ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
+        sources = sources_of(self._model, args, kwargs)
+        roots = _Handover.apply(half, ends.roots, self, *sources)  # type: ignore[no-untyped-call]
+        return ends.build([*roots, *half.outputs[len(roots) :]])
+
+    @property
+    def _uses(self) -> str:
+        if self._autocast is not None:
+            return "a tensor that the planned model uses under torch.autocast"
+        return "a tensor that the planned model uses several times (a tied weight, an input)"
+
+    @property
+    def outstanding(self) -> tuple[int, int]:
+        """How many forwards wait for their backward, and the bytes that they hold together."""
+        waiting = [half.halves.runner.program.arena for half in self._begun if not half.done]
+        return len(waiting), sum(waiting)
+
+    def _count(self) -> None:
+        """Say what forwards hold together that wait for their backward, where that is more than the budget."""
+        if len(self._begun) <= self._said:
+            return
+        count, nbytes = self.outstanding
+        budget, persistent = self.fitted.plan.budget, self.fitted.costs.persistent(self.fitted.captured.graph)
+        if count > self._said and budget is not None and persistent + nbytes > budget:
+            self._said = 2 * count - 1
+            warnings.warn(
+                f"{count} forwards of the model wait for their backward and hold {nbytes:,} bytes together, beside "
+                f"{persistent:,} that persist; the budget of {budget:,} counts one forward at a time.\n"
+                "hint: call backward() after each forward, call the model under torch.no_grad() where no backward "
+                "comes, or give the step with all its forwards to lowtide.fit.",
+                LowtideWarning,
+                stacklevel=6,
+            )
+
+    def alone(self, node: Any, output: int, gradient: Tensor) -> None:
+        """Let autograd's next node refuse to go on if others add to a gradient that is a sum already.
+
+        Eager adds all of it up one by one, in another order than a sum of sums, and would round otherwise.
+        """
+        expected = gradient.data_ptr(), private.version_of(gradient)
+
+        def check(found: Sequence[Tensor | None]) -> None:
+            handle.remove()
+            given = found[output]
+            if given is None or (given.data_ptr(), private.version_of(given)) != expected:
+                raise UsageError(
+                    f"{self._uses} has another gradient from elsewhere in the same backward: eager would add them up "
+                    "in another order, and the last bits would differ. Some gradients of this backward are there, some "
+                    "are not.",
+                    hint="clear them by zero_grad(); then give the whole step to lowtide.fit, or let one call of the "
+                    "model do all (one batch for both calls, a penalty on weights as part of its forward).",
+                )
+
+        handle = node.register_prehook(check)
+        self._waiting += (handle,)
+
+    def meet(self, half: Half, given: Sequence[Tensor | None]) -> Half:
+        """The half by a program for gradients like these: where it is another program, the forward runs again."""
+        strides = tuple(None if one is None else tuple(one.stride()) for one in given)
+        if half.done or _strides_of(half.captured) == strides:
+            return half
+        half.refuse_autocast()
+        outputs = half.outputs[: len(given)]
+        self._habits = tuple(_habit(one, output) for one, output in zip(given, outputs, strict=True))
+
+        def suits(fit: Fit) -> bool:
+            return _strides_of(fit.runner.captured) == strides and _halves(fit).fits(half.batch)
+
+        with half.rewound():
+            if not half.halves.fits(half.batch):
+                raise UsageError(
+                    "what the model's forward reads changed between forward and backward, and the loss uses the "
+                    "model's outputs otherwise than before, so the forward would have to run again.",
+                    hint="change it after backward(); or call the model again, now that this use of it is known.",
+                )
+            fit = self.fitted.find(half.batch, suits, "the loss uses the model's outputs otherwise than before")
+        return half.again(_halves(fit))
+
+    def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
+        step = Whole(self._forward, self._habits, self._autocast)
+        captured = capture(step, request.model, None, batch, numbers=numbers)
+        if not captured.foreseen:
+            names = ", ".join(effect.place.name for effect in captured.effects[:4])
+            raise CaptureError(
+                f"the model keeps or prints what it computes ({names}), which can't be repeated in your own loop.",
+                hint="return it from the forward, or give the whole step to lowtide.fit; what is kept of one call "
+                "for all others (lru_cache) may be called once before.",
+            )
+        return replace(captured, gradients={}, trained=())  # gradients are autograd's business
+
+
+def _halves(fit: Fit) -> Halves:
+    assert isinstance(fit.call, Halves)
+    return fit.call
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a model returns: its tensors, those with a history first, and where they go."""
+
+    roots: int  # how many have a history
+    structure: tree.Tree
+    leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
+    strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
+    shared: frozenset[int]  # the sources, by place, whose gradient is a sum of several
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's result with these tensors."""
+        return self.structure.build([leaf[0] if isinstance(leaf, tuple) else tensors[leaf] for leaf in self.leaves])
+
+
+class Whole:
+    """The step that is planned: forward, handover, backward."""
+
+    def __init__(
+        self, forward: Callable[..., Any], habits: tuple[Habit, ...] = (), autocast: Autocast | None = None
+    ) -> None:
+        self.ends: Ends | None = None  # known after it was traced
+        self._forward, self._habits, self._autocast = forward, habits, autocast
+        self._mark = torch.zeros(1)  # what the handover writes to
+
+    def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with contextlib.nullcontext() if self._autocast is None else self._autocast.context():
+            result = self._forward(*args, **kwargs)
+        leaves, structure = tree.flatten(result)
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        roots = [leaf for leaf in tensors.values() if leaf.requires_grad]
+        if not roots:
+            raise CaptureError(
+                "nothing that the model returns requires a gradient.",
+                hint="return tensors, in tuples, lists, dicts or dataclasses, and leave some parameter unfrozen.",
+            )
+        others = [leaf for leaf in tensors.values() if not leaf.requires_grad]
+        order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
+        sources = sources_of(model, args, kwargs)
+        handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
+        habits: list[Habit] = ["alike" for _ in roots]
+        if len(self._habits) == len(roots):
+            habits = list(self._habits)
+        strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
+        used = [place for place, one in enumerate(strides) if one is not None]
+        shared = _shared([roots[place] for place in used], sources)
+        if self._autocast is not None:  # eager adds gradients of a weight that was cast once in the cast's precision
+            shared |= {place for place, source in enumerate(sources) if source.dtype == torch.float32}
+        self.ends = Ends(len(roots), structure, handed, strides, shared)
+        with torch.no_grad():
+            steps = [step for one in strides if one is not None for step in one]
+            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], used, steps)
+        gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
+        return roots, others, gradients, given
+
+
+class _Handover(torch.autograd.Function):
+    """A step in halves, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, half: Half, roots: int, loop: Loop, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.half, ctx.loop = half, loop
+        ctx.set_materialize_grads(False)
+        # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
+        return tuple(output.detach() for output in half.outputs[:roots])
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient is asked for (create_graph=True), which a planned forward does not have.",
+                hint="leave create_graph out, or give the whole step, penalty and all, to lowtide.fit.",
+            )
+        found = [one for one in given if one is not None]
+        if not found:
+            return (None,) * len(ctx.needs_input_grad)
+        ctx.half = ctx.loop.meet(ctx.half, given)
+        _, _, gradients, _ = ctx.half.finish(found)
+        for place in ctx.half.captured.step.ends.shared:
+            ctx.loop.alone(*ctx.next_functions[place], gradients[place])
+        return None, None, None, *gradients
+
+
+def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
+    """The places of those sources that autograd adds up several gradients of."""
+    places = {id(source): place for place, source in enumerate(sources)}
+    uses = Counter(places[id(root)] for root in roots if id(root) in places)
+    seen, waiting = set(), [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            waiting.append(following)
+            place = places.get(id(getattr(following, "variable", None)))
+            uses.update(() if place is None else (place,))
+    return frozenset(place for place, count in uses.items() if count > 1)
+
+
+def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
+    """How the gradients come that a step is planned for."""
+    return captured.step.ends.strides  # type: ignore[attr-defined, no-any-return]
+
+
+def _habit(gradient: Tensor | None, output: Tensor) -> Habit:
+    """How a gradient came, so that it is known for outputs of other sizes, too."""
+    if gradient is None:
+        return None
+    stride = tuple(gradient.stride())
+    for habit in NAMED:
+        if _strides(habit, output) == stride:
+            return habit
+    return stride
+
+
+def _strides(habit: Habit, output: Tensor) -> tuple[int, ...] | None:
+    """The strides of the gradient of an output."""
+    match habit:
+        case "alike":
+            return tuple(torch.empty_like(output, device="meta").stride())
+        case "contiguous":
+            return tuple(torch.empty(output.shape, device="meta").stride())
+        case "expanded":
+            return (0,) * output.dim()
+        case tuple() if len(habit) != output.dim():
+            return _strides("alike", output)
+        case _:
+            return habit
+
+
+def sources_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All that gets a gradient: parameters, each once, and arguments."""
+    leaves, _ = tree.flatten((args, kwargs))
+    given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return [tensor for tensor in (*model.parameters(), *given) if tensor.requires_grad]
+
+
+def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The batch without its history."""
+    leaves, structure = tree.flatten(batch)
+    parts = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tuple(structure.build(parts))
+
+
+@contextlib.contextmanager
+def _said(model: nn.Module) -> Iterator[None]:
+    """Where no plan fits: say what is there at the end of every backward of one's own loop."""
+    try:
+        yield
+    except BudgetError as error:
+        trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+        more = (
+            f"in your own loop all gradients, {trained:,} bytes, are there at the end of backward(), for the optimizer "
+            "comes after it; lowtide.fit(step, model, optimizer, ...) updates each weight once its gradient is made."
+        )
+        hint = f"{error.hint}\n{more}"
+        raise BudgetError(error.message, hint=hint, least=error.least, budget=error.budget) from None
+
+
+def warn_of_copy(what: str) -> None:
+    """Say that a copy runs as torch runs it."""
+    warnings.warn(
+        f"{what} is copied or pickled: what you get is the plain model, without its plan, which is for this process "
+        "and these parameters.\nhint: attach or wrap the copy where it is to be trained within a budget, too.",
+        LowtideWarning,
+        stacklevel=4,
+    )
