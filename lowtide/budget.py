@@ -45,7 +45,7 @@ def read_budget(budget: int | str, *, persistent: int, eager_peak: int, least: C
     if found is None or (found[2] != "%" and found[2].lower() not in UNITS):
         raise UsageError(
             f"{_shown(budget)} is no budget.",
-            hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%); of a step, least.",
+            hint="write bytes (1500000000), a unit (1.5GiB, 800MB) or a part (50%). A step also takes least.",
         )
     if found[2] == "%":
         return _positive(persistent + round(float(found[1]) / 100 * max(0, eager_peak - persistent)), budget)

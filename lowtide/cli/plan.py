@@ -110,17 +110,10 @@ def plan(
         return costs_of(graph, costs, offload_dir)
 
     def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
-        lowest: list[Plan] = []
-
-        def least() -> int:
-            lowest.append(planning.least())
-            return lowest[0].peak
-
         with searching(time_limit) as progress:
             planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
-            persistent = found.persistent(graph)
-            nbytes = read_budget(budget or "", persistent=persistent, eager_peak=eager_peak, least=least)
+            nbytes, lowest = budget_of(budget or "", planning, eager_peak)
             return planning.within(nbytes, method, lowest)
 
     away = asked.away(captured.graph.device)
@@ -273,6 +266,18 @@ class _Clock(ProgressColumn):
     def render(self, task: Task) -> ProgressBar:
         passed = task.elapsed or 0.0
         return ProgressBar(total=self.limit, completed=passed, width=30, pulse=passed > self.limit)
+
+
+def budget_of(budget: str, planning: Planning, eager_peak: int) -> tuple[int, list[Plan]]:
+    """A budget as it was written, in bytes, and the plan that was made to find it, if it is the least."""
+    lowest: list[Plan] = []
+
+    def least() -> int:
+        lowest.append(planning.least())
+        return lowest[0].peak
+
+    persistent = planning.costs.persistent(planning.graph)
+    return read_budget(budget, persistent=persistent, eager_peak=eager_peak, least=least), lowest
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 import typer
 
 from lowtide import report, tree
-from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import EXACTLY, Choice, Leave, choose
@@ -23,6 +22,7 @@ from lowtide.cli.plan import (
     OffloadTo,
     Rounding,
     TimeLimit,
+    budget_of,
     read_offload,
     refuse_early,
     searching,
@@ -123,11 +123,12 @@ def planned(
 
     def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
         nonlocal nbytes
-        if budget is not None:
-            nbytes = read_budget(budget, persistent=found.persistent(graph), eager_peak=eager_peak)
         with searching(time_limit) as progress:
             planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
-            return planning.within(nbytes)
+            if budget is None:
+                return planning.within(None)
+            nbytes, lowest = budget_of(budget, planning, eager_peak)
+            return planning.within(nbytes, known=lowest)
 
     return choose(captured.graph, price, search, leave=leave, away=away), nbytes
 

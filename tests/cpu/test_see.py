@@ -113,7 +113,7 @@ def test_advice_is_what_the_planner_finds() -> None:
     def search(one: Any, priced: Any, eager_peak: int, part: float) -> Any:
         return plan(one, priced, None)
 
-    chosen = choose(graph, lowtide.roofline, search, rounding=False)
+    chosen = choose(graph, lowtide.roofline, search)
     assert costs.graph == graph.fingerprint
     assert (
         advise(Situation(graph, chosen, lowtide.roofline, None), None) == []
