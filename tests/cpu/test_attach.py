@@ -456,6 +456,8 @@ def test_the_arena_goes_back_for_an_evaluation_and_for_an_update() -> None:
 def digits(planned: bool) -> tuple[int, list[Tensor]]:
     """The peak of a whole program, small batches to train and large ones to evaluate, and its losses."""
     torch.manual_seed(0)
+    gc.collect()
+    POOL.empty()  # of arenas that other programs left in this process
     with lowtide.meter() as meter:
         parts = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2))
         model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(16 * 12 * 12, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -337,6 +337,7 @@ def test_values_of_a_wrapped_model_wait_across_the_handover(place: Place, monkey
     assert "waits on the" in fitted.report()
 
 
+@pytest.mark.filterwarnings("ignore:2 forwards of the model wait")
 def test_two_forwards_of_a_wrapped_model_have_files_of_their_own() -> None:
     plain = wrapping("disk", 2**30)(*in_a_loop()).net.fitted
     budget = (least(plain.captured.graph, plain.costs).peak + plain.plan.peak) // 2
