@@ -354,7 +354,7 @@ def test_memory_is_no_disk_unless_asked_for(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(disk.tempfile, "gettempdir", lambda: str(shared))
     monkeypatch.setattr(disk, "OTHERS", (str(tmp_path),))
     assert Disk(BLOCK).folder == str(tmp_path)
-    with pytest.raises(PlaceError, match="is no folder"):
+    with pytest.raises(PlaceError, match="is not a folder"):
         Disk(BLOCK, tmp_path / "nowhere")
 
 
