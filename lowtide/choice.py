@@ -28,7 +28,8 @@ from lowtide.simulate import simulate
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
 ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
-HINT_SECONDS = 2.0  # after which an error no longer looks for what would help, where that takes long
+HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
+HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
 Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
@@ -339,7 +340,7 @@ def _with_hint(failure: BudgetError, graph: Graph, leave: Leave) -> BudgetError:
 def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ...]:
     """The first technique that is not allowed yet and brings the floor under the budget; else the fewest of all.
 
-    To see what splits takes long: the rest of such techniques is left out once `HINT_SECONDS` are over.
+    What is not looked at within `HINT_SECONDS` is left out; to see what splits is what takes longest.
     """
     if budget is None:
         return ()
@@ -354,15 +355,21 @@ def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ..
 
     others: list[Rewrite] = []
     for name in (name for name in known if name not in leave.allowed):
-        one = named(name)
-        if one is None or (one.resizes and time.monotonic() > until):
-            continue
-        if rungs := all_.rungs(graph, name):
+        if time.monotonic() > until:
+            break
+        rungs = [
+            one for one in all_.rungs(graph, name) if not isinstance(one.setting, int) or one.setting <= HINT_PARTS
+        ]
+        if rungs:
             if fits(rungs[-1]):
                 return (name,)
             others.append(rungs[-1])
-    enough = next((count for count in range(2, len(others) + 1) if fits(*others[:count])), 0)
-    return tuple(one.name for one in others[:enough])
+    for count in range(2, len(others) + 1):
+        if time.monotonic() > until:
+            break
+        if fits(*others[:count]):
+            return tuple(one.name for one in others[:count])
+    return ()
 
 
 def _hinting(error: BudgetError, graph: Graph, price: Callable[[Graph], Costs], could: Away) -> BudgetError:

@@ -83,6 +83,7 @@ class Loop:
         self._waiting = ()
         with _said(self._model):
             half: Half = self.fitted(*detached((args, kwargs)))
+        self._begun.difference_update([one for one in self._begun if one.done])
         self._begun.add(half)
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
