@@ -76,6 +76,8 @@ def _refuse_surroundings() -> None:
 
 def refuse_to_run(model: torch.nn.Module) -> None:
     """Raise where a model can be captured and planned, but has no numbers to train."""
+    if not isinstance(model, torch.nn.Module):
+        return  # which the capture refuses in words
     for name, tensor in _tensors(model, ()):
         if tensor.device.type == "meta":
             raise CaptureError(

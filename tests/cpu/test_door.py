@@ -230,3 +230,8 @@ def test_a_model_without_numbers_is_planned_but_not_trained() -> None:
         lowtide.fit(step, model, optimizer, example=batch, costs="roofline")
     with pytest.raises(CaptureError, match="meta device"):
         lowtide.wrap(model, example=batch[:1], costs="roofline")
+
+
+def test_what_is_no_model_is_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"the model is a str, not a torch\.nn\.Module"):
+        lowtide.fit(lambda model, optimizer, x: x, "model", None, example=(torch.ones(2),), budget="1MB")
