@@ -47,7 +47,7 @@ def test_the_page_of_a_fitted_step_has_its_metered_peak(tmp_path: Path) -> None:
         return loss
 
     batch = (torch.randn(64, 32), torch.randint(0, 4, (64,)))
-    train = lowtide.fit(step, net, optimizer, example=batch, budget="80%", time_limit=0.3)
+    train = lowtide.fit(step, net, optimizer, example=batch, budget="80%", time_limit=0.3, costs="roofline")
     for _ in range(6):
         train(*batch)
     path = tmp_path / "report.html"
