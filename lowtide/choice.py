@@ -133,6 +133,11 @@ class Leave:
         missing = [name for name, _ in self.allowed.named if named(name) is None]
         if missing:
             raise UsageError(f"there is no {', '.join(missing)} here yet.", hint="leave it out of allow.")
+        if unborne := [name for name, _ in self.allowed.named if name in self.without]:
+            raise UsageError(
+                f"{', '.join(unborne)} would store parameters and optimizer state otherwise: here your loop has them.",
+                hint="give the whole step to lowtide.fit, or leave it out of allow.",
+            )
 
     def milds(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
         """What changes the rounding, if allowed: nothing first, then each technique alone, then all together."""

@@ -319,3 +319,10 @@ def test_verified_steps_and_wrapped_models_are_not_lossy() -> None:
 
     with pytest.raises(lowtide.UsageError, match="by design"):
         lowtide.fit(step, model, optimizer, example=batches(1)[0], allow="weights16", verify=1)
+
+
+def test_forms_are_refused_where_parameters_are_the_loops() -> None:
+    with pytest.raises(lowtide.UsageError, match="weights16 would store parameters"):
+        lowtide.wrap(
+            torch.nn.Linear(4, 4), example=(torch.randn(2, 4),), budget="1MB", costs="roofline", allow="weights16"
+        )

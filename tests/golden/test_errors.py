@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,7 +169,6 @@ def test_errors_in_full(golden: Golden, tmp_path: Path, monkeypatch: pytest.Monk
     golden("errors", text_of(cases, tmp_path))
 
 
-@pytest.mark.skipif(not hasattr(lowtide, "attach"), reason="words of wrap that came with attach")
 def test_errors_of_a_planned_forward(golden: Golden, tmp_path: Path) -> None:
     def wrapped() -> tuple[Any, torch.Tensor]:
         x, _ = faulty.batch()
@@ -199,7 +197,6 @@ def test_errors_of_a_planned_forward(golden: Golden, tmp_path: Path) -> None:
     golden("errors-planned", text_of(cases, tmp_path))
 
 
-@pytest.mark.skipif("allow" not in inspect.signature(lowtide.fit).parameters, reason="nothing can be allowed yet")
 def test_errors_of_what_is_allowed(golden: Golden, tmp_path: Path) -> None:
     cases: Cases = {
         "a technique that there is not": lambda: fit(allow="weights8"),
