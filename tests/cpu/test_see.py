@@ -168,6 +168,17 @@ def test_a_child_that_dies_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one["means"] for one in data["findings"] if one["verdict"] != "good")
 
 
+def test_what_is_made_in_parts_is_split_on_the_page() -> None:
+    target = "gpt:layers=1,width=32,context=32,vocabulary=512,batch=4,dropout=0"
+    arguments = ("report", target, *ROOFLINE, "--points", "0", "--no-advice", "--json", "--budget")
+    whole = json.loads(run(*arguments, "60%").stdout)["fates"]
+    in_parts = json.loads(run(*arguments, "25%", "--allow", "rounding").stdout)["fates"]
+    logits = 4 * 32 * 512 * 4  # bytes: positions, words of the vocabulary, a float
+    assert not any(one["categories"].get("split") for one in whole)
+    assert sum(one["bytes"] for one in whole) > logits
+    assert sum(one["categories"].get("split", 0) for one in in_parts) >= logits
+
+
 def test_what_takes_long_is_said_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     _be_talkative(monkeypatch)
     heard = io.StringIO()
