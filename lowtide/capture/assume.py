@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import ctypes
 import enum
@@ -77,6 +78,8 @@ class Assumptions:
         for imported, module in self.follower.imported.items():
             self.entries.append(Entry(Place(sys.modules, imported, f"the module {imported}"), module))
             self._wait(module, imported)
+        for (imported, attribute), module in self.follower.borrowed.items():
+            self._entry(module.__dict__, attribute, module.__dict__[attribute], f"{imported}.{attribute}")
         for found in self.follower.globals.values():
             self._global(found.home, found.name, found.value, found.source, frozenset(found.uses), found.attributes)
         while self._waiting:
@@ -109,6 +112,8 @@ class Assumptions:
     ) -> None:
         where = f"{name} ({source.rpartition(':')[0]})"
         self._entry(home, name, value, where, uses)
+        if value is MISSING and name in builtins.__dict__:
+            self.entries.append(Entry(Place(builtins.__dict__, name, f"builtins.{name}"), builtins.__dict__[name]))
         if isinstance(value, ModuleType):
             for attribute in attributes & value.__dict__.keys():
                 self._entry(value.__dict__, attribute, value.__dict__[attribute], f"{name}.{attribute}")

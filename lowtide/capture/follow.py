@@ -6,9 +6,12 @@ one. Of all other code it is only noted which attributes it may ask for.
 
 from __future__ import annotations
 
+import array
 import builtins
+import collections
 import contextlib
 import functools
+import importlib
 import operator
 import os
 import random
@@ -24,7 +27,7 @@ import numpy
 import torch
 
 from lowtide.capture import lines
-from lowtide.capture.impure import kept_away, refuse_impure, refuse_unseeded
+from lowtide.capture.impure import ENVIRONMENT, Calls, kept_away, refuse_impure, refuse_unseeded
 from lowtide.capture.lines import Load, Use
 from lowtide.capture.origin import user_line
 from lowtide.capture.world import World, is_cached, library
@@ -41,6 +44,9 @@ EVERYTHING = frozenset(("__dict__", "vars", "asdict", "astuple", "deepcopy", "__
 
 
 _SEED = random.Random.seed.__code__
+_IMPORT = importlib.import_module.__code__
+GETTERS = frozenset(("attrgetter", "methodcaller"))  # they make functions that ask for attributes by their names
+CONTAINERS = (list, dict, set, collections.deque, bytearray, array.array)
 CONTENTS = ("tolist", "numpy", "__array__")  # of a tensor: they give Python what is in it
 
 
@@ -80,6 +86,10 @@ class Follower:
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.imported: dict[str, ModuleType] = {}  # by lines of the step
+        self.borrowed: dict[
+            tuple[str, str], ModuleType
+        ] = {}  # data of libraries' modules that lines of the step import
+        self.calls = Calls(is_user_file, self._note)
         self.refusal: CaptureError | None = None  # of a line that did what can't be repeated
         self.codes: set[CodeType] = set()
         self._made: set[CodeType] = set()  # of functions that the step itself makes
@@ -103,7 +113,7 @@ class Follower:
         builtins.getattr = noted
         sys.settrace(self._call)
         try:
-            with kept_away(is_user_file, self._note), _contents_kept(self._note):
+            with kept_away(self.calls), _contents_kept(self._note), self.calls.watched():
                 yield
         finally:
             sys.settrace(before)
@@ -120,9 +130,15 @@ class Follower:
             if code not in self.codes:
                 self.codes.add(code)
                 self._made.update(item for item in code.co_consts if isinstance(item, CodeType))
+                if not GETTERS.isdisjoint(code.co_names):
+                    self.asked |= lines.attributes(code)
             return self._line
         if code is _SEED and _from_user(frame.f_back):
             self._refuse(refuse_unseeded, frame.f_locals.get("a"), user_line(frame))
+        if code in ENVIRONMENT:
+            self.calls.refuse(frame, "looks at os.environ, which is outside of the step")
+        if code is _IMPORT and frame.f_back is not None and is_user_file(frame.f_back.f_code.co_filename):
+            self._import(frame.f_back, frame.f_locals["name"], (), user_line(frame))
         if code not in self.codes:
             self.codes.add(code)
             if not code.co_filename.startswith(_OURS):
@@ -182,7 +198,11 @@ class Follower:
             if not isinstance(value, ModuleType):
                 break
             value = value.__dict__.get(attribute)
+            if value is sys.modules and frame.f_code.co_filename.startswith(_SITE):
+                break  # packages ask it which others are there
             self._refuse(refuse_impure, value, source)
+            if isinstance(value, CONTAINERS):
+                self.world.see(value, f"{load.name}.{attribute}")
 
     def _refuse(self, refuse: Callable[[Any, str], None], value: Any, source: str) -> None:
         try:
@@ -205,6 +225,16 @@ class Follower:
         if not library(name):
             self.imported[name] = module
             self.world.see(module, name)
+            return
+        for attribute in (lines.attributes(frame.f_code) | set(then)) & module.__dict__.keys():
+            value = module.__dict__[attribute]
+            if value is sys.modules and frame.f_code.co_filename.startswith(_SITE):
+                continue
+            if value is sys.modules:
+                self._refuse(refuse_impure, value, source)
+            if isinstance(value, CONTAINERS):
+                self.world.see(value, f"{name}.{attribute}")
+                self.borrowed[name, attribute] = module
 
 
 def _from_user(frame: FrameType | None) -> bool:

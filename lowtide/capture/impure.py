@@ -5,33 +5,31 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime
+import gc
 import os
+import posix
 import secrets
+import socket
 import sys
+import sysconfig
 import threading
 import time
 import uuid
+from _posixsubprocess import fork_exec
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import numpy
+import torch
 
 from lowtide.errors import CaptureError
 
 CLOCKS = {
-    getattr(time, name): f"time.{name}"
-    for name in (
-        "time",
-        "time_ns",
-        "perf_counter",
-        "perf_counter_ns",
-        "monotonic",
-        "monotonic_ns",
-        "process_time",
-        "sleep",
-    )
+    item: f"time.{name}"
+    for name, item in vars(time).items()
+    if isinstance(item, BuiltinFunctionType) and name not in ("mktime", "strptime", "clock_getres", "get_clock_info")
 }
 OUTSIDE = {
     open: "open",
@@ -45,39 +43,122 @@ OUTSIDE = {
     secrets.randbelow: "secrets.randbelow",
     datetime.datetime: "datetime.datetime",
 }
-UNSEEN = {globals: "globals()"}  # they lead to names that no line says
-
+UNSEEN = {globals: "globals()", __import__: "__import__()"}  # they lead to names that no line says
+# Functions of the system whose answer stays while a process runs, or that need nothing but their arguments.
+STEADY = frozenset(
+    (
+        *("fspath", "getpid", "getppid", "cpu_count", "strerror", "sched_getaffinity", "sched_yield", "isatty"),
+        *("getuid", "geteuid", "getgid", "getegid", "uname", "get_terminal_size", "device_encoding", "_path_normpath"),
+        *("major", "minor", "makedev", "register_at_fork", "fsencode", "sysconf", "confstr"),
+    )
+)
+INTERPRETER = {
+    gc: ("get_count", "get_stats", "get_objects", "get_referrers"),
+    sys: ("getrefcount", "getrecursionlimit", "getswitchinterval", "getallocatedblocks"),
+}
+CALLS: dict[Any, str] = {
+    **CLOCKS,
+    **{
+        item: f"os.{name}"
+        for name, item in vars(posix).items()
+        if isinstance(item, BuiltinFunctionType) and name not in STEADY and not name.startswith("W")
+    },
+    **{getattr(home, name): f"{home.__name__}.{name}" for home, names in INTERPRETER.items() for name in names},
+    open: "open",
+    input: "input",
+    fork_exec: "subprocess",
+    socket.getaddrinfo: "socket.getaddrinfo",
+}
+# Methods by name, with the class or the kind of object that they must belong to.
+METHODS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("now", "utcnow", "today"), (datetime.date, "datetime")),
+    **dict.fromkeys(("initial_seed", "seed"), (torch.Generator, "torch.Generator")),
+    **dict.fromkeys(("connect", "recv", "recv_into", "recvfrom", "send", "sendall"), (socket.SocketType, "socket")),
+}
+# Files of libraries that do for their caller what it could have done itself.
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+THROUGH = (
+    *(
+        _STANDARD + name
+        for name in (
+            *("os.py", "posixpath.py", "genericpath.py", "pathlib.py", "pathlib/", "glob.py", "shutil.py"),
+            *("tempfile.py", "fileinput.py", "codecs.py", "random.py", "uuid.py", "secrets.py", "datetime.py"),
+            *("_collections_abc.py", "subprocess.py", "multiprocessing/", "socket.py", "ssl.py", "urllib/", "http/"),
+        )
+    ),
+    *(f"<frozen {name}>" for name in ("os", "posixpath", "genericpath", "codecs", "_collections_abc")),
+    *(os.path.join(os.path.dirname(torch.__file__), name) for name in ("serialization.py", "random.py")),
+    os.path.dirname(numpy.__file__) + os.sep,
+)
+ENVIRONMENT = frozenset(
+    function.__code__
+    for name, function in vars(type(os.environ)).items()
+    if isinstance(function, FunctionType) and name not in ("__init__", "__repr__")
+)
 
 THREADS: tuple[tuple[type, str], ...] = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
-MODULES: tuple[ModuleType, ...] = (time, os, uuid, secrets)
+
+
+class Calls:
+    """Refuses calls of user code to C functions whose answer is another one every time, however it came to them."""
+
+    def __init__(self, is_user_file: Callable[[str], bool], note: Callable[[CaptureError], None]) -> None:
+        self._is_user_file, self._note = is_user_file, note
+
+    def __call__(self, frame: FrameType, event: str, function: Any) -> None:
+        """As `sys.setprofile` wants it."""
+        if event == "c_call" and (name := _impure(function)) is not None:
+            self.refuse(frame, f"calls {name}, whose answer depends on what is outside of the step")
+
+    def refuse(self, frame: FrameType | None, does: str) -> None:
+        """Raise where this frame, or the one that it does it for, is the user's."""
+        while frame is not None and frame.f_code.co_filename.startswith(THROUGH):
+            frame = frame.f_back
+        if frame is None or not self._is_user_file(frame.f_code.co_filename):
+            return
+        try:
+            _refuse(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: the step {does}.")
+        except CaptureError as error:
+            self._note(error)
+            raise
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which they are."""
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _impure(function: Any) -> str | None:
+    found = CALLS.get(function)
+    if found is None and function.__name__ in METHODS:
+        kind, shown = METHODS[function.__name__]
+        owner = function.__self__
+        if isinstance(owner, kind) or (isinstance(owner, type) and issubclass(owner, kind)):
+            found = f"{shown}.{function.__name__}"
+    return found
 
 
 @contextlib.contextmanager
-def kept_away(is_user_file: Callable[[str], bool], note: Callable[[CaptureError], None]) -> Iterator[None]:
-    """A context in which user code that calls one of these is refused, however it came to it."""
+def kept_away(calls: Calls) -> Iterator[None]:
+    """A context in which user code can't start threads, and makes no generators of numpy's without a seed."""
     thread = threading.get_ident()  # others go on beside it
     kept: list[tuple[ModuleType | type, str, Callable[..., Any]]] = [
-        (home, name, item)
-        for home in MODULES
-        for name, item in vars(home).items()
-        if isinstance(item, type(time.time) | type(os.getenv)) and (item in CLOCKS or item in OUTSIDE)
+        (numpy.random, "default_rng", numpy.random.default_rng),
+        *((home, name, getattr(home, name)) for home, name in THREADS),
     ]
-    kept.append((numpy.random, "default_rng", numpy.random.default_rng))
-    kept += [(home, name, getattr(home, name)) for home, name in THREADS]
 
     def guarded(home: ModuleType | type, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             seeded = name == "default_rng" and (args or kwargs) and (*args, *kwargs.values())[0] is not None
-            frame = sys._getframe(1)
-            if not seeded and threading.get_ident() == thread and is_user_file(frame.f_code.co_filename):
-                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-                try:
-                    if (home, name) in THREADS:
-                        _refuse(f"{source}: the step lets another thread work, which can't be followed.")
-                    _refuse(f"{source}: the step calls {home.__name__}.{name}, whose answer is another one every time.")
-                except CaptureError as error:
-                    note(error)
-                    raise
+            if not seeded and threading.get_ident() == thread:
+                another = (home, name) in THREADS
+                does = f"calls {home.__name__}.{name}, whose answer is another one every time"
+                calls.refuse(sys._getframe(1), "lets another thread work, which can't be followed" if another else does)
             return function(*args, **kwargs)
 
         return call
@@ -99,8 +180,8 @@ def refuse_unseeded(seed: Any, source: str) -> None:
 
 def refuse_impure(value: Any, source: str) -> None:
     """Raise where a line uses one of these."""
-    if value is os.environ:
-        _refuse(f"{source}: the step looks at os.environ, which is outside of the step.")
+    if value is sys.modules:
+        _refuse_unseen("sys.modules", source)
     if isinstance(value, contextvars.ContextVar):
         _refuse(f"{source}: the step looks at {value.name!r}, a ContextVar, which can't be followed.")
     if not callable(value):
@@ -110,14 +191,18 @@ def refuse_impure(value: Any, source: str) -> None:
     except TypeError:  # it has no hash
         return
     if value in UNSEEN:
-        raise CaptureError(
-            f"{source}: the step looks at {UNSEEN[value]}, so that it can't be told which names it depends on.",
-            hint="name what the step needs in the line itself.",
-        )
+        _refuse_unseen(UNSEEN[value], source)
     if clock is not None:
         _refuse(f"{source}: the step calls {clock}, whose answer is another one at every step.")
     if outside is not None:
         _refuse(f"{source}: the step uses {outside}, which acts on something outside of Python or depends on it.")
+
+
+def _refuse_unseen(what: str, source: str) -> NoReturn:
+    raise CaptureError(
+        f"{source}: the step looks at {what}, so that it can't be told which names it depends on.",
+        hint="name what the step needs in the line itself.",
+    )
 
 
 def _refuse(message: str) -> NoReturn:

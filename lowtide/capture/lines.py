@@ -103,8 +103,8 @@ def attributes(code: CodeType) -> frozenset[str]:
 def _strings(constants: object) -> frozenset[str]:
     found: set[str] = set()
     for item in constants if isinstance(constants, (tuple, frozenset)) else ():
-        if isinstance(item, str) and item.isidentifier():
-            found.add(item)
+        if isinstance(item, str) and all(part.isidentifier() for part in item.split(".")):
+            found.update(item.split("."))
         elif isinstance(item, (tuple, frozenset)):
             found |= _strings(item)
     return frozenset(found)

@@ -87,11 +87,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        follower = sys.gettrace()  # follows the step, not what becomes of its calls
+        follower, calls = sys.gettrace(), sys.getprofile()  # they follow the step, not what becomes of its calls
         sys.settrace(None)
+        sys.setprofile(None)
         try:
             return self._called(func, args, kwargs or {})
         finally:
+            sys.setprofile(calls)
             sys.settrace(follower)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

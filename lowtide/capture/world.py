@@ -41,7 +41,7 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 # Modules of the standard library whose objects are plain data.
 STRUCTURES = (
     *("types", "_thread", "argparse", "collections", "dataclasses", "configparser", "weakref", "_weakrefset", "queue"),
-    *("fractions", "string", "pathlib", "contextlib", "functools", "enum"),
+    *("fractions", "string", "pathlib", "contextlib", "functools", "enum", "threading"),
 )
 LARGE = 65_536  # bytes of an array that are compared
 # What Python itself asks a class for, without a line that says so.

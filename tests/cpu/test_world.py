@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import os
 import sys
@@ -106,6 +107,36 @@ REACHED = {
     ),
     "a module that the step imports": (IMPORT, "import mine\n    x = x * mine.k", give("mine", "k")),
     "a name that the step imports": (IMPORT, "from mine import k\n    x = x * k", give("mine", "k")),
+    "a module that importlib finds": (
+        f"import importlib\n{IMPORT}",
+        "x = x * importlib.import_module('mine').k",
+        give("mine", "k"),
+    ),
+    "an attribute by a path that the step makes": (
+        "import operator\nclass C: k = 0.5\nclass D: c = C()\nd = D()",
+        "x = x * operator.attrgetter('c.k')(d)",
+        lambda twin, number: setattr(twin.names["d"].c, "k", number),
+    ),
+    "a list in a module of the standard library": (
+        "import sys\nsys.argv = ['0.5']",
+        "x = x * float(sys.argv[-1])",
+        lambda twin, number: sys.argv.__setitem__(-1, str(number)),
+    ),
+    "such a list of a module that the step imports": (
+        "import sys\nsys.argv = ['0.5']",
+        "import sys as s\n    x = x * float(s.argv[-1])",
+        lambda twin, number: sys.argv.__setitem__(-1, str(number)),
+    ),
+    "an event of another thread": (
+        "import threading\nE = threading.Event()",
+        "x = x * (2 if E.is_set() else 0.5)",
+        lambda twin, number: twin.names["E"].set() if number == 0.75 else twin.names["E"].clear(),
+    ),
+    "a function of Python itself": (
+        "import builtins",
+        "x = x * round(0.5)",
+        lambda twin, number: setattr(twin.names["builtins"], "round", lambda _: number),
+    ),
 }
 
 
@@ -113,6 +144,8 @@ REACHED = {
 def test_state_is_seen_wherever_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, line, edit = REACHED[name]
     monkeypatch.setitem(sys.modules, "mine", types.ModuleType("mine"))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(builtins, "round", round)
     one, other = (Twin(STEP.format(before=before, line=line)) for _ in range(2))
     fitted = other.fit()
     for number in (0.5, 0.75, 1.25):
@@ -138,6 +171,21 @@ REFUSED = {
     "from time import perf_counter\n    x = x * perf_counter()": "time.perf_counter",
     "import os\n    x = x * os.urandom(1)[0]": "os.urandom",
     "x = x * float(os.environ.get('NO_SUCH', '1'))": "os.environ",
+    "import os as o\n    x = x * float(o.environ.get('NO_SUCH', '1'))": "os.environ",
+    "from os import environ as e\n    x = x * (2 if 'NO_SUCH' in e else 1)": "os.environ",
+    "import os.path as p\n    x = x * (2 if p.exists('no such') else 1)": "os.stat",
+    "import pathlib\n    x = x * len(pathlib.Path('no such').read_text())": "open",
+    "import os as o\n    x = x * o.open('/dev/null', 0)": "os.open",
+    "import time as t\n    x = x * t.process_time_ns()": "time.process_time_ns",
+    "import datetime as d\n    x = x * d.datetime.now().microsecond": "datetime.now",
+    "import random as r\n    x = x * r.SystemRandom().random()": "os.urandom",
+    "import uuid as u\n    x = x * u.uuid4().int": "os.urandom",
+    "import gc\n    x = x * gc.get_count()[0]": "gc.get_count",
+    "import sys\n    x = x * sys.getrecursionlimit()": "sys.getrecursionlimit",
+    "import sys\n    x = x * len(sys.modules)": "sys.modules",
+    "x = x * __import__('math').pi": "__import__",
+    "x = x * torch.initial_seed()": "initial_seed",
+    "import subprocess\n    x = x * subprocess.run(['true']).returncode": "the step calls",
     "x = x * datetime.datetime.now().microsecond": "datetime",
     "x = x * numpy.random.default_rng().random()": "default_rng",
     "x = x * random.Random().random()": r"random\.Random\(\) without a seed",
