@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from formed import OPTIMIZERS, batches, distance, eager, made, run, train
+from torch import nn
 
 import lowtide
 from lowtide.measure import roofline
@@ -326,3 +327,30 @@ def test_forms_are_refused_where_parameters_are_the_loops() -> None:
         lowtide.wrap(
             torch.nn.Linear(4, 4), example=(torch.randn(2, 4),), budget="1MB", costs="roofline", allow="weights16"
         )
+
+
+@pytest.mark.parametrize("part", ["60%", "45%"])
+def test_lossy_finds_a_way_in_little(part: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4)
+    model = nn.Sequential(*layers)
+    plain = copy.deepcopy(model)
+    batch = torch.randn(96, 16), torch.randint(0, 4, (96,))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, plain)]
+    train = lowtide.fit(
+        step, model, optimizers[0], example=batch, budget=part, allow="lossy", costs="roofline", time_limit=0.1
+    )
+    losses = [(train(*batch).item(), step(plain, optimizers[1], *batch).item()) for _ in range(3)]
+    assert train.plan.rewrites
+    assert train.plan.budget is not None
+    assert train.plan.peak <= train.plan.budget
+    sparse = any(one.name == "sparse" for one in train.plan.rewrites)
+    assert all(abs(ours - theirs) < (0.2 if sparse else 0.01) for ours, theirs in losses)

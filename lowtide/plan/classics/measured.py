@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
+from itertools import chain
 from operator import le
 
 import numpy as np
@@ -188,7 +189,7 @@ class Meter:
         for op in (*part.forward, *part.backward):
             over = problem.over_rows[op]
             reads, makes = self.links.reads[op], self.links.makes[op]
-            for value in (*reads, *makes):
+            for value in (*reads, *makes, *chain.from_iterable(over)):  # what is written over need not be read
                 place.setdefault(value, len(place))
             rows.append((float(problem.seconds[op]), int(problem.temporaries[op]), self.links.repeatable[op]))
             rows.append(tuple(tuple(place[value] for value in values) for values in (reads, makes, *over)))
