@@ -89,8 +89,8 @@ class Follower:
         self.borrowed: dict[
             tuple[str, str], ModuleType
         ] = {}  # data of libraries' modules that lines of the step import
-        self.calls = Calls(is_user_file, self._note)
-        self.refusal: CaptureError | None = None  # of a line that did what can't be repeated
+        self.refusals: list[CaptureError] = []  # of lines that did what can't be repeated; their code might catch them
+        self.calls = Calls(is_user_file, self.refusals.append)
         self.codes: set[CodeType] = set()
         self._made: set[CodeType] = set()  # of functions that the step itself makes
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -113,7 +113,7 @@ class Follower:
         builtins.getattr = noted
         sys.settrace(self._call)
         try:
-            with kept_away(self.calls), _contents_kept(self._note), self.calls.watched():
+            with kept_away(self.calls), _contents_kept(self.refusals.append), self.calls.watched():
                 yield
         finally:
             sys.settrace(before)
@@ -208,11 +208,8 @@ class Follower:
         try:
             refuse(value, source)
         except CaptureError as error:
-            self._note(error)
+            self.refusals.append(error)
             raise
-
-    def _note(self, error: CaptureError) -> None:
-        self.refusal = self.refusal or error  # the step's own code might catch it
 
     def _import(self, frame: FrameType, name: str, then: tuple[str, ...], source: str) -> None:
         """A module that a line imports, and what it takes of it at once."""

@@ -195,8 +195,8 @@ class Trace:
             followed.enter_context(self.deeds.followed())
             followed.enter_context(self.follower.followed())
             results = self.step(self.model, self.optimizer, *batch)
-        if self.follower.refusal is not None:
-            raise self.follower.refusal
+        if self.follower.refusals:
+            raise self.follower.refusals[0]
         self.recorder.draws.end()
         for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
