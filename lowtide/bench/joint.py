@@ -15,7 +15,7 @@ import torch
 from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import Away, Choice, choose
+from lowtide.choice import Away, Choice, Effort, choose
 from lowtide.cli.target import build
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, UsageError
@@ -105,11 +105,13 @@ def compare(
         budget = 0
 
         def within(
-            graph: Graph, known: Costs, eager_peak: int, part: float, *, method: str, percent: float = percent
+            graph: Graph, known: Costs, eager_peak: int, effort: Effort, *, method: str, percent: float = percent
         ) -> Plan:
             nonlocal budget
             budget = budget or read_budget(f"{percent}%", persistent=known.persistent(graph), eager_peak=eager_peak)
-            return plan(graph, known, budget, method=method, time_limit=part * time_limit)
+            return plan(
+                graph, known, budget, method=method, time_limit=effort.part * time_limit, explain=effort.explain
+            )
 
         for way, (method, away) in WAYS.items():
             say(f"{target}: planning {way} within {percent:g}%")

@@ -41,15 +41,16 @@ def plan(
     seed: int = 0,
     known: Iterable[Plan] = (),
     progress: Progress | None = None,
+    explain: bool = True,
 ) -> Plan:
     """The quickest program within the budget that can be found in the time; without a budget nothing runs twice.
 
     A classic by name plans as its paper does. Plans that are `known` already are where the search starts from, and no
     result is slower than those of them that fit. The same seed gives the same plan, unless the machine is so slow that
-    the clock ends the search.
+    the clock ends the search. Without `explain` the error of a budget that one op exceeds comes at once, in few words.
     """
     planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress)
-    return planning.within(budget, method, known)
+    return planning.within(budget, method, known, explain=explain)
 
 
 def least(graph: Graph, costs: Costs) -> Plan:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtide.check import check
 from lowtide.costs import Costs
-from lowtide.errors import UsageError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
@@ -19,7 +19,8 @@ from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
 from lowtide.plan.gate import Gate, Web, holding
-from lowtide.plan.infeasible import explain, floor
+from lowtide.plan.infeasible import explain as explained
+from lowtide.plan.infeasible import floor
 from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
@@ -100,17 +101,30 @@ class Planning:
         return copying(self.graph, self.costs, again=again)
 
     @cached_property
+    def _floor(self) -> int:
+        """Bytes that no program can do without."""
+        return floor(self.arrays if self.copying is None else self.copying)[0]
+
+    @cached_property
     def gates(self) -> list[Gate]:
         """The points at which bounds are looked for."""
         return gates(Web(self.arrays), self.order)
 
-    def within(self, budget: int | None, method: str = BEST, known: Iterable[Plan] = ()) -> Plan:
-        """The quickest plan that is found; without a budget nothing runs twice."""
+    def within(
+        self, budget: int | None, method: str = BEST, known: Iterable[Plan] = (), *, explain: bool = True
+    ) -> Plan:
+        """The quickest plan that is found; without a budget nothing runs twice.
+
+        Without `explain`, an error comes at once where one op alone needs more than the budget, and does not say how
+        much could be planned.
+        """
         begun = time.monotonic()
         if method not in (*METHODS, OFFLOAD):
             raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join((*METHODS, OFFLOAD))}.")
+        if not explain and budget is not None and self._floor > budget:
+            raise BudgetError(f"one op needs {self._floor:,} bytes; the budget is {budget:,}.", budget=budget)
         if method != BEST:
-            return self._promise(self._by_name(method, budget), budget, 0.0, begun)
+            return self._promise(self._by_name(method, budget, explain), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
         program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
         if self.copying is not None and (program is None or self._seconds(program) > self.base):
@@ -178,10 +192,10 @@ class Planning:
         """The program with the least peak, if that is within the budget; else an error says what is."""
         peak = self._peak(self._lowest)
         if budget is not None and peak > budget:
-            raise explain(self.arrays if self.copying is None else self.copying, budget, peak)
+            raise explained(self.arrays if self.copying is None else self.copying, budget, peak)
         return self._lowest
 
-    def _by_name(self, method: str, budget: int | None) -> Program:
+    def _by_name(self, method: str, budget: int | None, explain: bool) -> Program:
         """What a classic finds, or the order with the least peak."""
         if method == OFFLOAD:
             program = self._offloaded(budget)
@@ -191,8 +205,10 @@ class Planning:
             sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
             program = None if sequence is None else self._finish(self.arrays, sequence, budget)
         if program is None or not self._fits(program, budget):
+            if not explain:
+                raise BudgetError(f"{method} finds no plan.", budget=budget)
             arrays = self.arrays if self.copying is None else self.copying
-            raise explain(arrays, budget or 0, self._peak(self._lowest), method)
+            raise explained(arrays, budget or 0, self._peak(self._lowest), method)
         return program
 
     def _offloaded(self, budget: int | None) -> Program | None:
@@ -362,6 +378,6 @@ class Planning:
             seconds=simulation.seconds,
             base_seconds=self.base,
             bound_seconds=self.base + bound,
-            least_bound=floor(self.arrays if self.copying is None else self.copying)[0],
+            least_bound=self._floor,
             planning_seconds=time.monotonic() - begun,
         )
