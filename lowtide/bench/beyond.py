@@ -3,7 +3,7 @@
 `python -m lowtide.bench.beyond TARGET WAY BUDGET SLACK STEPS SECONDS` is the process that is held. Its limit is in
 force from before the model is built: torch and lowtide are imported, and torch's threads run, but there is no tensor
 yet. Where this system lets us make a control group of memory, that is the limit: it counts every page that the process
-gets from then on, those of files among them, and who needs more is killed. Else the limits are on its data (RLIMIT_DATA:
+gets from then on, those of files among them, and who needs more is killed. Else limits are on its data (RLIMIT_DATA:
 what it holds in memory of its own) and on its address space (RLIMIT_AS: with the files that it maps, so with room for
 what lives in one), and VmHWM says how many pages, those of files among them, were resident at the most.
 """

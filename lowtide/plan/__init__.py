@@ -53,9 +53,9 @@ def plan(
     return planning.within(budget, method, known, explain=explain)
 
 
-def least(graph: Graph, costs: Costs) -> Plan:
-    """The plan with the least peak that is found, whatever time it takes."""
-    return Planning(graph, costs).least()
+def least(graph: Graph, costs: Costs, *, method: str = BEST) -> Plan:
+    """The plan with the least peak that is found, whatever time it takes; OFFLOAD: with copies only."""
+    return Planning(graph, costs).least(method)
 
 
 def curve(

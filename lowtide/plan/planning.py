@@ -158,17 +158,27 @@ class Planning:
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
-    def least(self) -> Plan:
-        """The plan with the least peak that is found, whatever time it takes."""
+    def least(self, method: str = BEST) -> Plan:
+        """The plan with the least peak that is found, whatever time it takes; by copies only, or by every lever."""
         begun = time.monotonic()
-        return self._promise(self._lowest, None, 0.0, begun)
+        return self._promise(self._least_copying if method == OFFLOAD else self._lowest, None, 0.0, begun)
+
+    @cached_property
+    def _least_copying(self) -> Program:
+        """The program with the least peak in which no op runs twice."""
+        arrays = self._copying(again=False)
+        if arrays is None:
+            raise _no_copies()
+        sequence = lowest(arrays, [weave(arrays, order) for order in (self.order, self.one_shot)])
+        return min((self._finish(arrays, sequence, None), emit(arrays, sequence)), key=self._peak)
 
     @cached_property
     def _lowest(self) -> Program:
-        """The program with the least peak, with an arena or without one."""
-        arrays = self.arrays if self.copying is None else self.copying
-        sequence = self._lowest_sequence if self.copying is None else self._lowest_with_copies(self.copying)
-        programs = (self._finish(arrays, sequence, None), emit(arrays, sequence))
+        """The program with the least peak, with an arena or without one; what copies go through is counted."""
+        found = [] if self.elsewhere else [(self.arrays, self._lowest_sequence)]
+        if self.copying is not None:
+            found.append((self.copying, self._lowest_with_copies(self.copying)))
+        programs = (one for pair in found for one in (self._finish(*pair, None), emit(*pair)))
         return min(programs, key=self._peak)
 
     def _lowest_with_copies(self, arrays: Problem) -> Ints:
@@ -215,7 +225,7 @@ class Planning:
         """The quickest program in which no op runs twice: what there is no room for is copied away."""
         arrays = self._copying(again=False)
         if arrays is None:
-            raise UsageError("the step offers no copies to other places.", hint='plan with offload="disk".')
+            raise _no_copies()
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
@@ -381,3 +391,7 @@ class Planning:
             least_bound=self._floor,
             planning_seconds=time.monotonic() - begun,
         )
+
+
+def _no_copies() -> UsageError:
+    return UsageError("the step offers no copies to other places.", hint='plan with offload="disk".')
