@@ -33,6 +33,8 @@ from lowtide.bench import groups, limited
 from lowtide.cli.target import build
 from lowtide.errors import LowtideError
 from lowtide.fit import Fitted, fit
+from lowtide.models import SMALL
+from lowtide.models.catalog import OPTIMIZER_OPTIONS, parse
 from lowtide.peaks import resident, storage_bytes
 from lowtide.plan import TIME_LIMIT
 from lowtide.verify.compare import digest
@@ -42,6 +44,9 @@ TARGET = "gpt:context=128,batch=2,optimizer=adam"
 STEPS = 5
 PATIENCE = 3600  # seconds for all steps of one process
 SLACK = 64 * 2**20  # bytes above the budget: what the libraries below torch keep for themselves
+# Each thread that allocates would reserve address space of its own, which is no memory; and what is freed goes back to
+# the system, instead of being kept for later.
+HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 GROUP = "LOWTIDE_BENCH_GROUP"  # the environment variable that names the control group of a held process
 HALF = 2  # parts of what persists between steps, of which the budget is one
 
@@ -125,8 +130,7 @@ def _held(target: str, way: str, budget: int, slack: int, steps: int, time_limit
     command += [str(budget), str(slack), str(steps), str(time_limit)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # Each thread that allocates would reserve address space of its own, which is no memory.
-    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, **HEAP}
     with groups.group() as place:
         if place is not None:
             environment[GROUP] = str(place)
@@ -143,7 +147,7 @@ def _held(target: str, way: str, budget: int, slack: int, steps: int, time_limit
 def _main(target: str, way: str, budget: int, slack: int, steps: int, time_limit: float) -> None:
     """Take on the limit, build the model, prepare, and take the steps."""
     torch.manual_seed(0)
-    _warm_up()
+    _warm_up(target)
     here = _let_go()
     group = Path(os.environ[GROUP]) if GROUP in os.environ else None
     if way != "free":
@@ -168,10 +172,15 @@ def _main(target: str, way: str, budget: int, slack: int, steps: int, time_limit
         _say(persistent=storage_bytes(_tensors([*lasting_tensors(model, optimizer, ()), *tree.flatten(example)[0]])))
 
 
-def _warm_up() -> None:
-    """Let torch make its threads, and load what it loads at its first ops."""
+def _warm_up(target: str) -> None:
+    """Load all that is loaded at the first use, by a step of a tiny model of the same kind; torch's threads run."""
     left = torch.ones(512, 512, requires_grad=True)
     torch.mm(left, left).tanh().sum().backward()
+    name, options = parse(target)
+    shared = [f"{key}={options[key]}" for key in OPTIMIZER_OPTIONS if key in options]
+    step, model, optimizer, example = build(",".join((SMALL[name], *shared)) if name in SMALL else target)
+    train = fit(step, model, optimizer, example=example, time_limit=0.0, costs="roofline", offload="disk")
+    train(*example)
 
 
 def _let_go() -> int:

@@ -17,6 +17,9 @@ PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 def group() -> Iterator[Path | None]:
     """A new group without members, gone at the end; None where this system does not let us make one."""
     for root in (FIRST, SECOND):
+        for old in root.glob("lowtide-*"):  # of a process that was killed; those with members stay
+            with contextlib.suppress(OSError):
+                old.rmdir()
         place = root / f"lowtide-{os.getpid()}"
         try:
             place.mkdir()
