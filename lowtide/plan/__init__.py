@@ -42,14 +42,16 @@ def plan(
     known: Iterable[Plan] = (),
     progress: Progress | None = None,
     explain: bool = True,
+    clock: bool = True,
 ) -> Plan:
     """The quickest program within the budget that can be found in the time; without a budget nothing runs twice.
 
     A classic by name plans as its paper does. Plans that are `known` already are where the search starts from, and no
     result is slower than those of them that fit. The same seed gives the same plan, unless the machine is so slow that
-    the clock ends the search. Without `explain` the error of a budget that one op exceeds comes at once, in few words.
+    the clock ends the search. Without `explain` the error of a budget that one op exceeds comes at once, in few words;
+    without `clock` only the work ends the search that is a matter of `time_limit` seconds on an idle machine.
     """
-    planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress)
+    planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress, clock=clock)
     return planning.within(budget, method, known, explain=explain)
 
 

@@ -61,13 +61,17 @@ def all_on_device(graph: Graph) -> Graph:
 def least_seconds(graph: Graph, costs: Costs, compute: float) -> float:
     """Seconds that no program takes less than whose ops take so many, with the copies of what lives elsewhere.
 
-    A copy that runs beside ops takes its part of their speed, and one that is waited for takes all of it.
+    A copy that runs beside ops takes its part of their speed, and one that is waited for takes all of it. What is
+    updated must come, and go home again; what is only read may have readers that need not run.
     """
-    moved: list[tuple[Place, Direction, int]]
-    moved = [
-        (item.home, "in", item.value) for item in graph.inputs if item.home != "device" and graph.readers[item.value]
+    sent = _sent_home(graph)
+    new = {graph.values[value].storage for value in sent}
+    moved: list[tuple[Place, Direction, int]] = [(place, "out", value) for value, place in sent.items()]
+    moved += [
+        (item.home, "in", item.value)
+        for item in graph.inputs
+        if item.home != "device" and graph.values[item.value].storage in new
     ]
-    moved += [(place, "out", value) for value, place in _sent_home(graph).items()]
     busy, taken = [0.0], 0.0
     for lane in costs.lanes:
         own = [costs.nbytes[value] for place, way, value in moved if (place, way) == (lane.place, lane.direction)]

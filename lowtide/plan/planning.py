@@ -60,9 +60,11 @@ class Planning:
         time_limit: float = TIME_LIMIT,
         seed: int = 0,
         progress: Progress | None = None,
+        clock: bool = True,
     ) -> None:
         self.graph, self.costs = graph, costs
         self.time_limit, self.seed, self.progress = time_limit, seed, progress
+        self.clock = clock  # whether it ends searches, too, or only the work that the time limit stands for
         self.arrays: Problem = problem(all_on_device(graph), costs)  # of programs without copies
         self.elsewhere = lives_elsewhere(graph)
         self.prepared: dict[str, Callable[[int | None], Ints | None]] = {}
@@ -154,7 +156,7 @@ class Planning:
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         limit = self.time_limit * MIXED_SHARE
-        until = time.monotonic() + limit
+        until = self._until(time.monotonic() + limit)
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
 
@@ -229,7 +231,7 @@ class Planning:
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        until = time.monotonic() + self.time_limit
+        until = self._until(time.monotonic() + self.time_limit)
         return self._within(arrays, orders, budget - self.costs.staging, 0.0, self.time_limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
@@ -254,7 +256,7 @@ class Planning:
             return None, 0.0  # nothing fits
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
-        until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
+        until = self._until(max(begun + self.time_limit, time.monotonic() + self.time_limit / 4))
         lead = self._lead(budget, bound)
         program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
         if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
@@ -262,6 +264,9 @@ class Planning:
             until = max(now + self.time_limit / 8, min(now + self.time_limit / 2, begun + 1.5 * self.time_limit))
             bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
+
+    def _until(self, end: float) -> float:
+        return end if self.clock else float("inf")
 
     def _within(
         self,

@@ -18,7 +18,7 @@ from lowtide.costs import Costs, Lane
 from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.graph import Alternative, Graph
 from lowtide.plan import carry, plan
-from lowtide.plan.copies import copying, sequence_of, weave
+from lowtide.plan.copies import copying, least_seconds, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.planning import Planning
 from lowtide.plan.problem import FETCH, Problem
@@ -111,6 +111,36 @@ def test_no_plan_is_slower_than_one_with_fewer_levers(seed: int) -> None:
     if copied is not None:
         runs = [item.op for item in copied.program.instructions if isinstance(item, Run)]
         assert len(runs) == len(set(runs))
+
+
+@given(seeds)
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+def test_no_program_takes_less_than_its_ops_and_the_copies_of_what_lives_elsewhere(seed: int) -> None:
+    """So that what can't be quicker need not be looked for: held against the simulator, with little to wait for."""
+    graph, costs = case(seed)
+    planning = Planning(graph, costs, time_limit=BRIEF)
+    least = least_seconds(graph, costs, planning.base)
+    assert least >= planning.base
+    arrays, sequence = start(graph, costs)
+    room = int(arrays.nbytes.sum()) + arrays.persistent
+    assert elapsed(graph, costs, emit(arrays, sequence)) >= least * (1 - 1e-12)
+    assert arrays.retimed(sequence, room)[1] >= least * (1 - 1e-12)
+    assert planning.within(planning.least().peak).seconds >= least * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("method", ["lowtide", "offload"])
+def test_where_nobody_asks_what_would_fit_the_error_comes_at_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = case(3, homes=False)
+    planning = Planning(graph, costs, time_limit=BRIEF)
+    budget = planning.least().least_bound - 1
+    with pytest.raises(BudgetError) as explained:
+        planning.within(budget, method)
+    assert explained.value.least is not None
+    assert explained.value.least >= planning.least().peak
+    monkeypatch.setattr(Planning, "_lowest", property(lambda _: pytest.fail("the least peak is looked for")))
+    with pytest.raises(BudgetError) as brief:
+        Planning(graph, costs, time_limit=BRIEF).within(budget, method, explain=False)
+    assert (brief.value.least, brief.value.budget) == (None, budget)
 
 
 @given(seeds)
