@@ -258,14 +258,16 @@ def _elsewhere(chooser: _Chooser, away: Away) -> Choice:
     effort = Effort(1 / max(1, len(rungs)), explain=False)
     chooser.leave = EXACTLY
     for homes in rungs if here else reversed(rungs):
+        best = chooser.best
+        if best is not None and best.plan.seconds <= best.plan.base_seconds:
+            break
         if not chooser.attempt(effort, away.rewrites(homes)) and not here:
             break
-    if chooser.best is not None:
-        return chooser.best
-    # Nothing fits: with all of it elsewhere least is needed, unless what changes bits helps only here.
-    for allowed, homes in ((EXACTLY, max(rungs, default=0)), *([(leave, 0)] if rungs and leave.allowed else [])):
-        chooser.leave = allowed
-        chooser.attempt(Effort(0.0), away.rewrites(homes))
+    if chooser.best is None and rungs:  # with all of it elsewhere least is needed, unless what changes bits helps here
+        chooser.attempt(Effort(0.0), away.rewrites(max(rungs)))
+        chooser.leave = leave
+        if chooser.best is None and leave.allowed:
+            chooser.attempt(Effort(0.0), away.rewrites())
     return chooser.chosen()
 
 
