@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
+from itertools import count
 from random import Random
 
 import numpy as np
@@ -190,6 +192,17 @@ def test_slow_places_are_left_alone_and_quick_ones_are_used(name: str) -> None:
         if rate == 1e15:
             assert found.seconds == pytest.approx(found.base_seconds, rel=1e-6)
     assert copies[0] == 0 < copies[1]
+
+
+def test_without_a_clock_a_slow_machine_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = waiting(*stored("gpt-small"))
+    lanes = tuple(Lane("disk", direction, 0.0, 1e9) for direction in ("out", "in"))
+    costs = dataclasses.replace(costs, lanes=lanes)
+    budget = (plan(graph, costs).peak + Planning(graph, costs).least().peak) // 2
+    known = plan(graph, costs, budget, time_limit=0.1, clock=False)
+    later = count(0.0, 1000.0)  # each look at the clock is a quarter of an hour after the one before
+    monkeypatch.setattr(time, "monotonic", lambda: next(later))
+    assert plan(graph, costs, budget, time_limit=0.1, clock=False).program == known.program
 
 
 def test_staging_is_in_the_promise() -> None:
