@@ -127,7 +127,8 @@ def test_no_program_takes_less_than_its_ops_and_the_copies_of_what_lives_elsewhe
     room = int(arrays.nbytes.sum()) + arrays.persistent
     assert elapsed(graph, costs, emit(arrays, sequence)) >= least * (1 - 1e-12)
     assert arrays.retimed(sequence, room)[1] >= least * (1 - 1e-12)
-    assert planning.within(planning.least().peak).seconds >= least * (1 - 1e-12)
+    shaved, peak = shave(arrays, sequence, (arrays.persistent + room) // 2, rate=0.1)
+    assert arrays.retimed(shaved, max(peak, room))[1] >= least * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("method", ["lowtide", "offload"])
