@@ -20,6 +20,7 @@ from lowtide.plan import as_eager, least
 from lowtide.plan.copies import least_seconds
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
+from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
 from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload, seen_after
@@ -259,7 +260,7 @@ def _elsewhere(chooser: _Chooser, away: Away) -> Choice:
     chooser.leave = EXACTLY
     for homes in rungs if here else reversed(rungs):
         best = chooser.best
-        if best is not None and best.plan.seconds <= best.plan.base_seconds:
+        if best is not None and best.plan.seconds <= best.plan.base_seconds * (1 + SAME_SECONDS):
             break
         if not chooser.attempt(effort, away.rewrites(homes)) and not here:
             break
@@ -322,7 +323,7 @@ class _Chooser:
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
         best = self.best
-        if best is not None and self.quickest(candidate, costs, exact=exact) >= best.plan.seconds:
+        if best is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= best.plan.seconds:
             self.fits = True
             return False  # slower, even if nothing runs twice
         try:

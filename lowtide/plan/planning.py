@@ -32,6 +32,7 @@ from lowtide.plan.settings import (
     CLOSE_TO_BOUND,
     FAR_OVER,
     MIXED_SHARE,
+    SAME_SECONDS,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
@@ -128,37 +129,54 @@ class Planning:
         if method != BEST:
             return self._promise(self._by_name(method, budget, explain), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
-        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
-        if self.copying is not None and (program is None or self._seconds(program) > self.base):
-            program = self._with_copies(self.copying, budget, [program, *(one.program for one in fitting)])
+        bound = 0.0
+        program = None if self.elsewhere else self._kept(budget)
+        if program is None and self.copying is not None:
+            program = self._with_copies(self.copying, budget, [one.program for one in fitting])
+        elif program is None:
+            program, bound = self._without_copies(budget or 0, [one.program for one in fitting], begun)
         if program is None:
             program = self._last_resort(budget)
         return self._promise(program, budget, bound, begun)
 
-    def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
-        """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
+    def _kept(self, budget: int | None) -> Program | None:
+        """A program that copies nothing and runs nothing twice, if one fits."""
         for order in (self.order, self.one_shot):
             if budget is not None and self.arrays.peak(order) > FAR_OVER * budget:
                 continue  # no need to lay it out
             program = self._finish(self.arrays, order, budget)
             if budget is None or self._fits(program, budget):
-                return program, 0.0
-        assert budget is not None
-        still = [one.program for one in known if not one.program.copies]
-        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
-        return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
+                return program
+        return None
 
-    def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
-        """The quickest program, with copies or without; none is slower than those that are known."""
+    def _without_copies(self, budget: int, known: list[Program], begun: float) -> tuple[Program | None, float]:
+        """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
+        still = [program for program in known if not program.copies]
+        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
+        return self._quickest([*still, found]), bound
+
+    def _with_copies(self, arrays: Problem, budget: int | None, known: list[Program]) -> Program | None:
+        """The quickest program, with copies or without: no slower than those that are known, or with either alone."""
         if budget is None:
             return self._finish(arrays, weave(arrays, self.order), None)
-        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
+        best = self._quickest([*known, self._offloaded(budget)])
+        if self._unbeaten(best):
+            return best
+        still = None if self.elsewhere else self._without_copies(budget, known, time.monotonic())[0]
+        programs = [program for program in (best, still) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         limit = self.time_limit * MIXED_SHARE
         until = self._until(time.monotonic() + limit)
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
-        return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
+        return self._quickest([*programs, found])
+
+    def _quickest(self, programs: Iterable[Program | None]) -> Program | None:
+        return min((program for program in programs if program is not None), key=self._seconds, default=None)
+
+    def _unbeaten(self, program: Program | None) -> bool:
+        """Whether a program takes no longer than its ops once, but for the order in which seconds are added."""
+        return program is not None and self._seconds(program) <= self.base * (1 + SAME_SECONDS)
 
     def least(self, method: str = BEST) -> Plan:
         """The plan with the least peak that is found, whatever time it takes; by copies only, or by every lever."""
