@@ -63,7 +63,7 @@ class Captured:
     gradients: Mapping[str, bool]  # parameter name -> whether it has a gradient before the step, where that matters
     trained: tuple[str, ...]  # parameters whose gradient the step makes, clears or leaves alone
     trains: frozenset[str]  # parameters and buffers that require a gradient
-    prepare: Callable[[], None]  # makes the optimizer's state, as the optimizer itself would, where it is missing
+    prepare: Callable[..., None]  # makes the optimizer's state, as the optimizer itself would, where it is missing
 
     @property
     def foreseen(self) -> bool:

@@ -17,8 +17,10 @@ from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.measure import roofline
 from lowtide.plan import as_eager, least
+from lowtide.plan.copies import least_seconds
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
+from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
 from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload, seen_after
@@ -32,7 +34,16 @@ HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grow
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
 
-Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard one of several searches tries."""
+
+    part: float = 1.0  # of the time limit
+    explain: bool = True  # whether an error must say what would fit; else it may come at once
+
+
+Search = Callable[[Graph, Costs, int, Effort], Plan]  # graph, costs, eager's peak, and how hard it tries
 
 
 @dataclass(frozen=True)
@@ -227,53 +238,38 @@ def choose(
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
     error says what would fit if there were a place to go to that is only named (`could`).
     """
-    if away is None:
-        try:
-            return _choose(graph, price, search, leave)
-        except BudgetError as error:
-            raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
-    rungs = away.homes(graph)
+    chooser = _Chooser(graph, price, search, leave)
+    if away is not None:
+        return _elsewhere(chooser, away)
     try:
-        best = _choose(graph, price, search, leave, away.rewrites())
-    except BudgetError as failure:
-        best, least = None, failure
-    if best is not None and best.plan.overhead <= WORTH:
-        return best
-    # Where something fits already, ever more moves out as long as that is quicker; else all of it does, and then less.
-    part = 1 / max(1, len(rungs))
-    for homes in rungs if best is not None else reversed(rungs):
-        try:
-            found = _choose(graph, price, search, EXACTLY, away.rewrites(homes), part)
-        except BudgetError as failure:
-            if best is not None:
-                break
-            raise min(least, failure, key=_least) from None
-        if best is not None and found.plan.seconds >= best.plan.seconds:
+        return chooser.chosen()
+    except BudgetError as error:
+        raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
+
+
+def _elsewhere(chooser: _Chooser, away: Away) -> Choice:
+    """The quickest plan with a place to go to: no slower than with recomputation, or with copies, alone.
+
+    Each amount of state and parameters that may move out is tried, but where its copies alone take too long, or less of
+    it does not fit. All of these searches together have the time limit once more.
+    """
+    graph, leave = chooser.graph, chooser.leave
+    rungs = away.homes(graph)
+    here = chooser.attempt(Effort(explain=not rungs), away.rewrites())
+    effort = Effort(1 / max(1, len(rungs)), explain=False)
+    chooser.leave = EXACTLY
+    for homes in rungs if here else reversed(rungs):
+        best = chooser.best
+        if best is not None and best.plan.seconds <= best.plan.base_seconds * (1 + SAME_SECONDS):
             break
-        best = found
-    if best is None:
-        raise least
-    return best
-
-
-def _choose(
-    graph: Graph,
-    price: Callable[[Graph], Costs],
-    search: Search,
-    leave: Leave,
-    besides: tuple[Rewrite, ...] = (),
-    part: float = 1.0,
-) -> Choice:
-    """The quickest plan of a captured graph, with the fewest lossy techniques with which any fits."""
-    chooser = _Chooser(graph, price, search, leave, part)
-    for lossy in leave.lossies(graph):
-        for mild in leave.after(graph, lossy):
-            if chooser.take((*mild, *lossy, *besides)):
-                break
-        if chooser.best is not None:
-            return chooser.best
-    assert chooser.failure is not None
-    raise _with_hint(chooser.failure, graph, leave)
+        if not chooser.attempt(effort, away.rewrites(homes)) and not here:
+            break
+    if chooser.best is None and rungs:  # with all of it elsewhere least is needed, unless what changes bits helps here
+        chooser.attempt(Effort(0.0), away.rewrites(max(rungs)))
+        chooser.leave = leave
+        if chooser.best is None and leave.allowed:
+            chooser.attempt(Effort(0.0), away.rewrites())
+    return chooser.chosen()
 
 
 class _Chooser:
@@ -285,12 +281,33 @@ class _Chooser:
         price: Callable[[Graph], Costs],
         search: Search,
         leave: Leave,
-        part: float,
     ) -> None:
-        self.graph, self.price, self.search, self.leave, self.part = graph, price, search, leave, part
+        self.graph, self.price, self.search, self.leave = graph, price, search, leave
+        self.effort = Effort()
         self.best: Choice | None = None
         self.failure: BudgetError | None = None  # the one with the least peak
         self.eager: int | None = None  # bytes
+        self.fits = False  # whether anything did, in the last attempt
+
+    def chosen(self) -> Choice:
+        """The best plan, with the fewest lossy techniques with which any fits."""
+        if self.best is None and self.failure is None:
+            self.attempt(self.effort)
+        if self.best is not None:
+            return self.best
+        assert self.failure is not None
+        raise _with_hint(self.failure, self.graph, self.leave)
+
+    def attempt(self, effort: Effort, besides: tuple[Rewrite, ...] = ()) -> bool:
+        """Plan with these passes and the fewest lossy techniques with which any plan fits; whether one does."""
+        self.effort, self.fits = effort, False
+        for lossy in self.leave.lossies(self.graph):
+            for mild in self.leave.after(self.graph, lossy):
+                if self.take((*mild, *lossy, *besides)):
+                    break
+            if self.fits:
+                break
+        return self.fits
 
     def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
         """Plan the graph after these passes; whether nothing that changes more can be better."""
@@ -306,18 +323,27 @@ class _Chooser:
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
         best = self.best
-        if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
+        if best is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= best.plan.seconds:
+            self.fits = True
             return False  # slower, even if nothing runs twice
         try:
-            found = replace(self.search(candidate, costs, self.eager, self.part), rewrites=rewritten.rewrites)
+            found = replace(self.search(candidate, costs, self.eager, self.effort), rewrites=rewritten.rewrites)
         except BudgetError as error:
             self.failure = min(self.failure or error, error, key=_least)
             return False
-        whole = best is not None and exactness(best.plan.rewrites) == "bitwise"
+        self.fits = True
+        whole = best is not None and exactness(best.plan.rewrites) == "bitwise" and not exact
         limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
         if found.seconds < limit:
             self.best = Choice(candidate, costs, found, self.eager)
         return exact and found.seconds <= found.base_seconds * (1 + WORTH)  # too little is left to save
+
+    def quickest(self, graph: Graph, costs: Costs, *, exact: bool) -> float:
+        """Seconds that no plan takes less than: those of all ops once, and of the copies of what lives elsewhere."""
+        best = self.best
+        if best is not None and exact and exactness(best.plan.rewrites) == "bitwise":
+            return least_seconds(graph, costs, best.plan.base_seconds)  # the same ops
+        return least_seconds(graph, costs, sum(costs.seconds[op] for op in graph.ordinary))
 
     def hopeless(self, graph: Graph) -> bool:
         """Whether one op alone needs more than the budget that others failed to keep, whatever is measured inside."""

@@ -16,6 +16,7 @@ class Way:
     peak: int  # bytes, predicted
     seconds: float  # of one step, predicted
     fits: bool  # the budget
+    rewrites: tuple[str, ...] = ()  # what was done to the step before it was planned, besides what is always done
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Does a model train whose parameters and optimizer state are more than the memory that the system gives it?
 
-`python -m lowtide.bench.beyond TARGET WAY BUDGET SLACK STEPS SECONDS` is the process that is held. Its limits are on
-its data (RLIMIT_DATA: what it holds in memory of its own) and on its address space (RLIMIT_AS: with the files that it
-maps, so with the one that state and parameters live in). They are in force from the end of the first step: optimizer
-state is made in memory, and moves to its file when that step begins. No limit of a process is on resident pages, those
-of files among them; VmHWM says how many there were at the most.
+`python -m lowtide.bench.beyond TARGET WAY BUDGET SLACK STEPS SECONDS` is the process that is held. Its limit is in
+force from before the model is built: torch and lowtide are imported, and torch's threads run, but there is no tensor
+yet. Where this system lets us make a control group of memory, that is the limit: it counts every page that the process
+gets from then on, those of files among them, and who needs more is killed. Else limits are on its data (RLIMIT_DATA:
+what it holds in memory of its own) and on its address space (RLIMIT_AS: with the files that it maps, so with room for
+what lives in one), and VmHWM says how many pages, those of files among them, were resident at the most.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import Any
 import torch
 
 from lowtide import tree
-from lowtide.bench import limited
+from lowtide.bench import groups, limited
 from lowtide.cli.target import build
-from lowtide.device.homes import lives_in_file
 from lowtide.errors import LowtideError
 from lowtide.fit import Fitted, fit
+from lowtide.models import SMALL
+from lowtide.models.catalog import OPTIMIZER_OPTIONS, parse
 from lowtide.peaks import resident, storage_bytes
 from lowtide.plan import TIME_LIMIT
 from lowtide.verify.compare import digest
@@ -42,6 +44,10 @@ TARGET = "gpt:context=128,batch=2,optimizer=adam"
 STEPS = 5
 PATIENCE = 3600  # seconds for all steps of one process
 SLACK = 64 * 2**20  # bytes above the budget: what the libraries below torch keep for themselves
+# Each thread that allocates would reserve address space of its own, which is no memory; and what is freed goes back to
+# the system, instead of being kept for later.
+HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+GROUP = "LOWTIDE_BENCH_GROUP"  # the environment variable that names the control group of a held process
 HALF = 2  # parts of what persists between steps, of which the budget is one
 
 Row = dict[str, Any]
@@ -55,6 +61,7 @@ class Beyond:
     budget: int  # bytes of the whole step
     slack: int  # bytes above it that the limits leave
     elsewhere: int  # bytes of parameters and state that live in a file
+    limit: str  # what the system counts
     wanted: int  # steps
     fitted: int  # steps that it took
     fitted_end: str  # why it stopped; "": it took all
@@ -62,6 +69,7 @@ class Beyond:
     eager_end: str
     equal: bool  # whether all that steps change is eager's, bit for bit
     resident: int  # bytes: the most that was resident above what was before the model was built, pages of files too
+    charged: int  # bytes: the most that the control group counted, a part of which the system takes back; 0: no group
     pages: int  # bytes of the offload files that are in memory after the last step
     seconds: float | None  # of a step, the median of all but the first two
     eager_seconds: float | None  # of eager's without a limit
@@ -82,18 +90,22 @@ def beyond(
 ) -> Beyond:
     """Take steps within half of what persists between them, in a process that gets no more."""
     told: dict[str, tuple[Row, list[Row], str]] = {}
+    budget = 0
     for way in ("free", "fitted", "eager"):
         tell(f"{steps} steps, {way}")
-        budget = told["fitted"][0].get("budget", 0) if way == "eager" else 0
         told[way] = _held(target, way, budget, slack, steps, time_limit)
-    (_, free, free_end), (known, fitted, end), (_, eager, eager_end) = told.values()
-    if len(free) < steps or "budget" not in known:
-        raise LowtideError(f"{target} could not be prepared: {free_end or end}")
+        if way == "free":
+            known, free, end = told["free"]
+            if len(free) < steps or "persistent" not in known:
+                raise LowtideError(f"{target} could not be prepared: {end}")
+            budget = known["persistent"] // HALF
+    (_, free, _), (known, fitted, end), (_, eager, eager_end) = told.values()
     return Beyond(
-        persistent=known["persistent"],
-        budget=known["budget"],
+        persistent=told["free"][0]["persistent"],
+        budget=budget,
         slack=slack,
-        elsewhere=known["elsewhere"],
+        elsewhere=known.get("elsewhere", 0),
+        limit=known.get("limit", ""),
         wanted=steps,
         fitted=len(fitted),
         fitted_end=end,
@@ -101,6 +113,7 @@ def beyond(
         eager_end=eager_end,
         equal=len(fitted) == steps and fitted[-1]["state"] == free[-1]["state"],
         resident=max((row["resident"] for row in fitted), default=0),
+        charged=max((row["charged"] for row in fitted), default=0),
         pages=fitted[-1]["pages"] if fitted else 0,
         seconds=_median(fitted),
         eager_seconds=_median(free),
@@ -112,53 +125,62 @@ def _median(rows: list[Row]) -> float | None:
 
 
 def _held(target: str, way: str, budget: int, slack: int, steps: int, time_limit: float) -> tuple[Row, list[Row], str]:
-    """What a held process said when its limits came into force, after each step, and why it ended early, if it did."""
+    """What a held process said before its first step, after each, and why it ended early, if it did."""
     command = [sys.executable, "-m", "lowtide.bench.beyond", target, way]
     command += [str(budget), str(slack), str(steps), str(time_limit)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    # Each thread that allocates would reserve address space of its own, which is no memory.
-    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False)
+    environment = {**os.environ, "PYTHONPATH": path, **HEAP}
+    with groups.group() as place:
+        if place is not None:
+            environment[GROUP] = str(place)
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False)
     rows: list[Row] = [json.loads(line) for line in ended.stdout.splitlines()]
     taken = [row for row in rows if "step" in row]
-    return next(iter(rows), {}), taken, "" if len(taken) == steps else limited.why(ended, rows)
+    known = {key: item for row in rows if "step" not in row for key, item in row.items()}
+    return known, taken, "" if len(taken) == steps else limited.why(ended, rows)
 
 
 # ------------------------------------------------------------------------------------------ the process, from inside
 
 
 def _main(target: str, way: str, budget: int, slack: int, steps: int, time_limit: float) -> None:
-    """Prepare, take a step, take on the limits, and take the others."""
+    """Take on the limit, build the model, prepare, and take the steps."""
     torch.manual_seed(0)
+    _warm_up(target)
+    here = _let_go()
+    group = Path(os.environ[GROUP]) if GROUP in os.environ else None
+    if way != "free":
+        _say(limit=_limit(budget, slack, group))
+    resident.reset_peak()
     step, model, optimizer, example = build(target)
     train: Fitted | None = None
     if way == "fitted":
-        # State is made before the first step, so what persists is known only once the step is captured.
-        known = fit(step, model, optimizer, example=example, budget="100%", time_limit=0.1, costs="roofline")
-        persistent = known.costs.persistent(known.captured.graph)
-        budget = persistent // HALF
-        del known
         train = fit(step, model, optimizer, example=example, budget=budget, time_limit=time_limit, offload="disk")
-        _say(budget=budget, persistent=persistent, elsewhere=train.costs.elsewhere(train.captured.graph))
-
-    def run() -> None:
-        step(model, optimizer, *example) if train is None else train(*example)
-
-    run()
-    here = _let_go() - _in_memory([*lasting_tensors(model, optimizer, ()), *tree.flatten(example)[0]])
-    if way != "free":
-        _limit(here, budget + slack)
-    resident.reset_peak()
+        _say(elsewhere=train.costs.elsewhere(train.captured.graph))
     for number in range(steps):
         begun = perf_counter()
-        run()
+        step(model, optimizer, *example) if train is None else train(*example)
         seconds = perf_counter() - begun
         pages = 0 if train is None else sum(one.runner.away.resident for one in train._fits)
         told: Row = {"step": number + 1, "seconds": seconds, "resident": resident.peak() - here, "pages": pages}
+        told["charged"] = 0 if group is None or way == "free" else groups.charged(group)
         if number + 1 == steps:  # to look at what lives in a file brings its pages to memory
             told["state"] = _state(model, optimizer)
         _say(**told)
+    if way == "free":
+        _say(persistent=storage_bytes(_tensors([*lasting_tensors(model, optimizer, ()), *tree.flatten(example)[0]])))
+
+
+def _warm_up(target: str) -> None:
+    """Load all that is loaded at the first use, by a step of a tiny model of the same kind; torch's threads run."""
+    left = torch.ones(512, 512, requires_grad=True)
+    torch.mm(left, left).tanh().sum().backward()
+    name, options = parse(target)
+    shared = [f"{key}={options[key]}" for key in OPTIMIZER_OPTIONS if key in options]
+    step, model, optimizer, example = build(",".join((SMALL[name], *shared)) if name in SMALL else target)
+    train = fit(step, model, optimizer, example=example, time_limit=0.0, costs="roofline", offload="disk")
+    train(*example)
 
 
 def _let_go() -> int:
@@ -169,19 +191,21 @@ def _let_go() -> int:
     return resident.now() or 0
 
 
-def _in_memory(tensors: Iterable[Any]) -> int:
-    """The bytes of these tensors that are in memory of the process: all but those in a file."""
-    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    return storage_bytes([tensor for tensor in found if not lives_in_file(tensor)])
+def _tensors(found: Iterable[Any]) -> list[torch.Tensor]:
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-def _limit(before: int, nbytes: int) -> None:
-    """Hold this process to so many bytes more of data and of address space than it had resident before."""
+def _limit(budget: int, slack: int, group: Path | None) -> str:
+    """Hold this process to so many bytes from now on, and say by what."""
+    if group is not None:
+        groups.join(group, budget + slack)
+        return groups.NAME
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     now = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmData", "VmSize"))}
-    there = (resident.now() or 0) - before  # of the bytes that are to be held
-    for kind, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        resource.setrlimit(kind, (now[name] - there + nbytes,) * 2)
+    mapped = HALF * budget  # what persists, which may live in a file
+    for kind, nbytes in ((resource.RLIMIT_DATA, now["VmData"]), (resource.RLIMIT_AS, now["VmSize"] + mapped)):
+        resource.setrlimit(kind, (nbytes + budget + slack,) * 2)
+    return "RLIMIT_DATA and RLIMIT_AS"
 
 
 def _state(model: Any, optimizer: Any) -> str:

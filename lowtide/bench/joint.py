@@ -15,7 +15,7 @@ import torch
 from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import Away, Choice, choose
+from lowtide.choice import Away, Choice, Effort, choose
 from lowtide.cli.target import build
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, UsageError
@@ -55,6 +55,7 @@ class Cell:
     peaks: dict[str, int] = field(default_factory=dict)  # bytes, metered
     equal: dict[str, bool] = field(default_factory=dict)  # whether all is eager's after the last step, bit for bit
     moved: dict[str, int] = field(default_factory=dict)  # bytes of state and parameters that live elsewhere
+    searched: dict[str, float] = field(default_factory=dict)  # seconds of planning, by way
     mismatches: int = 0  # allocations that did not come as planned
 
     @property
@@ -102,26 +103,35 @@ def compare(
     cells = []
     for percent in percents:
         choices: dict[str, Choice] = {}
+        searched: dict[str, float] = {}
         budget = 0
 
         def within(
-            graph: Graph, known: Costs, eager_peak: int, part: float, *, method: str, percent: float = percent
+            graph: Graph, known: Costs, eager_peak: int, effort: Effort, *, method: str, percent: float = percent
         ) -> Plan:
             nonlocal budget
             budget = budget or read_budget(f"{percent}%", persistent=known.persistent(graph), eager_peak=eager_peak)
-            return plan(graph, known, budget, method=method, time_limit=part * time_limit)
+            limit = effort.part * time_limit
+            # Where nothing is run, nothing else on the machine may change what is found.
+            return plan(
+                graph, known, budget, method=method, time_limit=limit, explain=effort.explain, clock=bool(rounds)
+            )
 
         for way, (method, away) in WAYS.items():
             say(f"{target}: planning {way} within {percent:g}%")
+            begun = perf_counter()
             try:
                 choices[way] = choose(captured.graph, price, partial(within, method=method), away=away)
             except (BudgetError, UsageError):  # nothing fits, or nothing is large enough to be copied
                 continue
+            finally:
+                searched[way] = perf_counter() - begun
         base = next(iter(choices.values())).plan.base_seconds if choices else 0.0
         cell = Cell(
             target, percent, budget, base,
             predicted={way: choice.plan.seconds for way, choice in choices.items()},
             moved={way: _moved(choice) for way, choice in choices.items()},
+            searched=searched,
         )  # fmt: skip
         cells.append(_raced(cell, choices, rounds, say) if rounds else cell)
     return cells

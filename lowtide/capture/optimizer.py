@@ -217,18 +217,26 @@ def constant_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
     )
 
 
-def make_state(optimizers: tuple[Any, ...], needed: list[tuple[torch.Tensor, str]]) -> None:
+MadeState = Callable[[torch.Tensor, dict[str, Any]], None]  # told a parameter and its state, as soon as that is made
+
+
+def make_state(
+    optimizers: tuple[Any, ...], needed: list[tuple[torch.Tensor, str]], made: MadeState = lambda *_: None
+) -> None:
     """Make the real state of these parameters where it is still missing: of all of them, or of none."""
     for optimizer in optimizers:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        _make_state(optimizer, [parameter for parameter, _ in needed if id(parameter) in own])
+        _make_state(optimizer, [parameter for parameter, _ in needed if id(parameter) in own], made)
 
 
-def _make_state(optimizer: torch.optim.Optimizer, needed: list[torch.Tensor]) -> None:
+def _make_state(optimizer: torch.optim.Optimizer, needed: list[torch.Tensor], told: MadeState) -> None:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     missing = [one for one in dict.fromkeys(needed) if not optimizer.state.get(one)]
     try:
-        made = [initial_state(optimizer, groups[id(parameter)], parameter) for parameter in missing]
+        made = []
+        for parameter in missing:
+            made.append(initial_state(optimizer, groups[id(parameter)], parameter))
+            told(parameter, made[-1])
     except (RuntimeError, MemoryError) as error:
         nbytes = sum(parameter.nbytes for parameter in missing)
         raise LowtideError(

@@ -7,16 +7,18 @@ from typing import Annotated
 import typer
 
 from lowtide import report
-from lowtide.batch import Parts, batch_sizes
+from lowtide.batch import Levers, Parts, batch_sizes
 from lowtide.budget import free_memory, read_budget
-from lowtide.cli.plan import FromCosts, TimeLimit
+from lowtide.choice import Leave
+from lowtide.cli.plan import Allow, FromCosts, OffloadBudget, OffloadDir, OffloadTo, Rounding, TimeLimit, read_offload
 from lowtide.cli.profile import CostsFrom, Json, Target
 from lowtide.cli.talk import answering, show, show_json, telling
 from lowtide.cli.target import build
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
-from lowtide.measure import measure, roofline
+from lowtide.measure import measure, roofline, with_lanes
+from lowtide.rewrites import read_allow
 
 BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB; nine tenths of what is free if left out."
 TIME_LIMIT = 2.0  # seconds of search for each size
@@ -27,27 +29,35 @@ FREE = 0.9  # of the memory that is free
 def batch(
     target: Target,
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    offload: OffloadTo = None,
+    offload_budget: OffloadBudget = None,
+    offload_dir: OffloadDir = None,
+    allow: Allow = None,
+    rounding: Rounding = False,
     costs: FromCosts = CostsFrom.MEASURED,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
     """Show the throughput of each batch size within a budget, the largest that fits, and the one to use."""
     nbytes = _bytes(budget)
+    asked = read_offload(offload, offload_budget, offload_dir)
+    levers = Levers(asked, Leave(read_allow(allow, rounding)).allowed)
     build(target)  # an error in it comes before all work
     with telling(f"building {target}") as tell:
 
         def price(graph: Graph) -> Costs:
             if costs is CostsFrom.ROOFLINE:
-                return roofline(graph)
+                return with_lanes(graph, roofline(graph), folder=offload_dir)
             # Prices that steps have corrected are known for some sizes only; real steps correct all of them alike.
             told = lambda done, all_: tell(f"measured {done} of {all_} distinct ops")  # noqa: E731
-            return measure(graph, progress=told, corrected=False)
+            return with_lanes(graph, measure(graph, progress=told, corrected=False), folder=offload_dir)
 
         found = batch_sizes(
             lambda count: Parts(*build(target, batch=count)),
             nbytes,
             price=price,
             time_limit=time_limit,
+            levers=levers,
             real=costs is CostsFrom.MEASURED,
             tell=tell,
         )

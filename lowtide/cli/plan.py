@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from lowtide import report
 from lowtide.budget import read_budget
 from lowtide.captured import Captured
-from lowtide.choice import Away, Leave, Offload, choose, given, judged
+from lowtide.choice import Away, Effort, Leave, Offload, choose, given, judged
 from lowtide.cli.profile import (
     CostsFrom,
     Json,
@@ -110,12 +110,12 @@ def plan(
     def price(graph: Graph) -> Costs:
         return costs_of(graph, costs, offload_dir)
 
-    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, effort: Effort) -> Plan:
         with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
+            planning = Planning(graph, found, time_limit=effort.part * time_limit, seed=seed, progress=progress)
             plannings[graph.fingerprint] = planning
             nbytes, lowest = budget_of(budget or "", planning, eager_peak)
-            return planning.within(nbytes, method, lowest)
+            return planning.within(nbytes, method, lowest, explain=effort.explain)
 
     away = asked.away(captured.graph.device)
     if load is not None:

@@ -12,7 +12,7 @@ import typer
 from lowtide import report, tree
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import EXACTLY, Choice, Leave, choose
+from lowtide.choice import EXACTLY, Choice, Effort, Leave, choose
 from lowtide.cli.plan import (
     BUDGET,
     Allow,
@@ -121,14 +121,14 @@ def planned(
     """The quickest plan within a budget as it was written, and its bytes."""
     nbytes: int | None = None
 
-    def search(graph: Graph, found: Costs, eager_peak: int, part: float) -> Plan:
+    def search(graph: Graph, found: Costs, eager_peak: int, effort: Effort) -> Plan:
         nonlocal nbytes
         with searching(time_limit) as progress:
-            planning = Planning(graph, found, time_limit=part * time_limit, seed=seed, progress=progress)
+            planning = Planning(graph, found, time_limit=effort.part * time_limit, seed=seed, progress=progress)
             if budget is None:
                 return planning.within(None)
             nbytes, lowest = budget_of(budget, planning, eager_peak)
-            return planning.within(nbytes, known=lowest)
+            return planning.within(nbytes, known=lowest, explain=effort.explain)
 
     return choose(captured.graph, price, search, leave=leave, away=away), nbytes
 

@@ -15,6 +15,7 @@ from lowtide.execute.slots import slots
 from lowtide.graph import Graph, Place
 from lowtide.program import Program
 
+SMALL = 2**20  # bytes: what is less does not move by itself
 REMEMBERED = 3  # steps whose copies are remembered
 
 
@@ -50,6 +51,12 @@ class Away:
         stores = [store for places in self._places for store in places.stores.values()]
         return sum(store.resident() for store in stores) + sum(home.resident() for home in self._homes.values())
 
+    def settle(self, number: int, tensor: Any) -> None:
+        """Let an input live where it belongs as soon as it is made; small ones wait for the others."""
+        place = self._graph.inputs[number].home
+        if place != "device" and tensor.nbytes >= SMALL:
+            self._home(place).locate([tensor])
+
     def begin(self, stack: ExitStack, inputs: list[Any]) -> Places:
         """The places of one step, until the stack ends."""
         homes = self._locate(inputs)
@@ -62,12 +69,15 @@ class Away:
         found = []
         for place in dict.fromkeys(item.home for _, item in self._inputs):
             mine = [(inputs[number], item.value) for number, item in self._inputs if item.home == place]
-            if place not in self._homes:
-                self._homes[place] = self._device.homes[place](self._folder)
-            located = self._homes[place].locate([tensor for tensor, _ in mine])
+            located = self._home(place).locate([tensor for tensor, _ in mine])
             for (tensor, value), (store, offset) in zip(mine, located, strict=True):
                 found.append((value, self._graph.values[value].storage, place, tensor, store, offset))
         return found
+
+    def _home(self, place: Place) -> Homes:
+        if place not in self._homes:
+            self._homes[place] = self._device.homes[place](self._folder)
+        return self._homes[place]
 
     @contextmanager
     def _borrow(self) -> Iterator[Places]:

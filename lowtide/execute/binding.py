@@ -16,7 +16,7 @@ from lowtide.errors import BatchError
 from lowtide.execute.batch import Batch, is_settled, key_of
 from lowtide.execute.effects import repeat
 from lowtide.execute.stale import StaleError
-from lowtide.execute.tensors import Slots, States
+from lowtide.execute.tensors import Settle, Slots, States
 from lowtide.execute.wholes import Wholes
 from lowtide.forms import is_part
 from lowtide.guards import APPLY, MISSING, Change, Comparison, Entry, Place
@@ -45,7 +45,7 @@ class _Options:
 class Binding:
     """Finds a captured step's inputs in the caller's objects and puts its outputs there."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, settle: Settle = lambda *_: None) -> None:
         self.captured = captured
         graph = captured.graph
         self.key, self.settled = key_of(captured), is_settled(captured.batch_leaves)
@@ -53,7 +53,7 @@ class Binding:
         self.number_kinds = [type(place.get()) for place in captured.guards.numbers]
         self.drawn: list[Any] = []
         self.told = False  # the step's effects and new buffers are there before its end
-        self.slots, self.states, self.wholes = Slots(captured), States(captured), Wholes(captured)
+        self.slots, self.states, self.wholes = Slots(captured), States(captured, settle), Wholes(captured)
         self.optimizers = captured.optimizers
         self.options: _Options | None = None  # as they were when they were last looked at
         self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]

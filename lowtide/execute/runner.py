@@ -42,9 +42,9 @@ class Runner:
         self.program = program
         self.device = device or devices.of(graph.device)
         self.function, self.source = generate(graph, program, self.device)
-        self.binding = Binding(captured)  # between the caller's objects and the function
         counted = nbytes if nbytes is not None else [value.nbytes for value in graph.values]
         self.away = Away(graph, program, counted, self.device, folder)  # what its steps have in other places
+        self.binding = Binding(captured, self.away.settle)  # between the caller's objects and the function
         self.lessons = Lessons(graph, program, counted, self.away.staging)  # what its steps taught
         self.arrangement = Arrangement(self.device, program.arena, self.lessons)  # where its steps allocate
         self.timings = Timings(program, self.device)  # what its steps and ops take

@@ -6,6 +6,7 @@ is looked at here, one tensor after another, and so is everything where there is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,17 +84,22 @@ class Slots:
         return Quick(entries, hooks), Rows(found, [*tensors.values()], gradients)
 
 
+Settle = Callable[[int, torch.Tensor], None]  # told the number of an input, and its tensor, which was just made
+
+
 class States:
     """The state that an optimizer keeps of parameters, as inputs of a program."""
 
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
+    def __init__(self, captured: Captured, settle: Settle = lambda *_: None) -> None:
+        self.captured, self._settle = captured, settle
         graph = captured.graph
         self._inputs = [
             (place, value, str(item.path[0]), str(item.path[1]))
             for place, item in enumerate(graph.inputs)
             if (value := graph.values[item.value]).kind == "state" and not is_part(graph, item)
         ]
+        inputs = graph.inputs
+        self._elsewhere = [(place, name, key) for place, _, name, key in self._inputs if inputs[place].home != "device"]
         self._kinds: list[tuple[Any, ...]] | None = None  # known when the state is there
         self._watched: list[State] | None = None
 
@@ -103,7 +109,7 @@ class States:
             self._look(into)
 
     def _look(self, into: list[Any]) -> None:
-        self.captured.prepare()
+        self.captured.prepare(self._made)
         found = []
         wanted: dict[int, list[tuple[torch.Tensor, str, int]]] = {}
         for place, value, name, key in self._inputs:
@@ -121,6 +127,12 @@ class States:
         if (compiled := library()) is not None:
             owners = {id(owner): owner for owner in self.captured.owners.values()}
             self._watched = [State(compiled, owners[number], some) for number, some in wanted.items()]
+
+    def _made(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Bring state that was just made to where it lives, before more of it is made."""
+        for place, name, key in self._elsewhere:
+            if _at(self.captured.slots[name]) is parameter and isinstance(state.get(key), torch.Tensor):
+                self._settle(place, state[key])
 
 
 def _at(slot: Slot) -> Any:

@@ -12,7 +12,7 @@ from lowtide import report
 from lowtide.budget import LEAST, allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_peak, given, judged
+from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Effort, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
@@ -199,7 +199,7 @@ class Maker:
         idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
         if found is None or (idle and found.overhead > WASTE):
             self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
-            found = self._search(candidate, costs, peak, 1.0)
+            found = self._search(candidate, costs, peak, Effort())
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
 
     def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
@@ -219,15 +219,15 @@ class Maker:
         found = replace(found, rewrites=rewritten.rewrites)
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
-    def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
-        planning, lowest = Planning(graph, costs, time_limit=part * self._request.time_limit), []
+    def _search(self, graph: Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
+        planning, lowest = Planning(graph, costs, time_limit=effort.part * self._request.time_limit), []
         if self._request.budget == LEAST:  # of each shape: a later one may need more
             lowest.append(planning.least())
             self.budget = max(self.budget or 0, lowest[0].peak)
         elif self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return planning.within(self.budget, known=lowest)
+        return planning.within(self.budget, known=lowest, explain=effort.explain)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""

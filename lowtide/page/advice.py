@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lowtide import device as devices
 from lowtide import report
-from lowtide.choice import EXACTLY, Away, Choice, Leave, Offload, choose
+from lowtide.choice import EXACTLY, Away, Choice, Effort, Leave, Offload, choose
 from lowtide.costs import Costs
 from lowtide.errors import LowtideError
 from lowtide.graph import Graph
@@ -38,9 +38,9 @@ class Situation:
     time_limit: float = 3.0  # seconds of search for each change
     halved: Callable[[], tuple[Graph, int] | None] = lambda: None  # the step with half of its batch, and that batch
 
-    def search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
-        """Plan a graph within the same budget, in this part of the time."""
-        return plan(graph, costs, self.budget, time_limit=part * self.time_limit)
+    def search(self, graph: Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
+        """Plan a graph within the same budget, in a part of the time."""
+        return plan(graph, costs, self.budget, time_limit=effort.part * self.time_limit, explain=effort.explain)
 
     def again(self, graph: Graph, *, leave: Leave | None = None, away: Away | None = None) -> Choice:
         """The quickest plan of a graph within the same budget."""

@@ -41,20 +41,23 @@ def plan(
     seed: int = 0,
     known: Iterable[Plan] = (),
     progress: Progress | None = None,
+    explain: bool = True,
+    clock: bool = True,
 ) -> Plan:
     """The quickest program within the budget that can be found in the time; without a budget nothing runs twice.
 
     A classic by name plans as its paper does. Plans that are `known` already are where the search starts from, and no
     result is slower than those of them that fit. The same seed gives the same plan, unless the machine is so slow that
-    the clock ends the search.
+    the clock ends the search. Without `explain` the error of a budget that one op exceeds comes at once, in few words;
+    without `clock` only the work ends the search that is a matter of `time_limit` seconds on an idle machine.
     """
-    planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress)
-    return planning.within(budget, method, known)
+    planning = Planning(graph, costs, time_limit=time_limit, seed=seed, progress=progress, clock=clock)
+    return planning.within(budget, method, known, explain=explain)
 
 
-def least(graph: Graph, costs: Costs) -> Plan:
-    """The plan with the least peak that is found, whatever time it takes."""
-    return Planning(graph, costs).least()
+def least(graph: Graph, costs: Costs, *, method: str = BEST) -> Plan:
+    """The plan with the least peak that is found, whatever time it takes; OFFLOAD: with copies only."""
+    return Planning(graph, costs).least(method)
 
 
 def curve(

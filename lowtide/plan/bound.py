@@ -57,17 +57,25 @@ def bound_alone(candidates: list[Gate], budget: int) -> tuple[float, Gate | None
 def bound_together(
     candidates: list[Gate], first: Gate, budget: int, known: float, enough: float, until: float
 ) -> float:
-    """A bound from several gates on one path, begun with the best one: at least `known`, no better than `enough`."""
+    """A bound from several gates on one path, begun with the best one: at least `known`, no better than `enough`.
+
+    It ends where a relaxed program proves nothing new and takes so long that there is no time for all of them: of a
+    very deep net even the program of two gates is too large.
+    """
     path = _path(candidates, first)
     others = _spread(path, first, budget)
     chosen, best = [first], known
+    patience = (until - time.monotonic()) / max(1, len(others))
     while others and len(chosen) < GATES_TOGETHER[-1] and best < enough and time.monotonic() < until:
         tried = []
         for gate in others:
             program = Stages(sorted((*chosen, gate), key=path.index), budget)
             if program.variables > JOINT_VARIABLES or time.monotonic() > until:
                 break
-            tried.append((program.solve(relaxed=True, seconds=until - time.monotonic()), gate))
+            begun = time.monotonic()
+            tried.append((program.solve(relaxed=True, seconds=until - begun), gate))
+            if tried[-1][0] <= best and time.monotonic() - begun > patience:
+                return best
         if not tried:
             break
         value, gate = max(tried, key=lambda pair: pair[0])

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lowtide.costs import Costs, Direction
+from lowtide.engines import FLOOR
 from lowtide.errors import UsageError
 from lowtide.graph import Graph, Place
 from lowtide.plan.problem import (
@@ -55,6 +56,29 @@ def all_on_device(graph: Graph) -> Graph:
     inputs = tuple(replace(item, home="device") for item in graph.inputs)
     outputs = tuple(replace(item, home="device") for item in graph.outputs)
     return replace(graph, inputs=inputs, outputs=outputs)
+
+
+def least_seconds(graph: Graph, costs: Costs, compute: float) -> float:
+    """Seconds that no program takes less than whose ops take so many, with the copies of what lives elsewhere.
+
+    A copy that runs beside ops takes its part of their speed, and one that is waited for takes all of it. What is
+    updated must come, and go home again; what is only read may have readers that need not run.
+    """
+    sent = _sent_home(graph)
+    new = {graph.values[value].storage for value in sent}
+    moved: list[tuple[Place, Direction, int]] = [(place, "out", value) for value, place in sent.items()]
+    moved += [
+        (item.home, "in", item.value)
+        for item in graph.inputs
+        if item.home != "device" and graph.values[item.value].storage in new
+    ]
+    busy, taken = [0.0], 0.0
+    for lane in costs.lanes:
+        own = [costs.nbytes[value] for place, way, value in moved if (place, way) == (lane.place, lane.direction)]
+        busy.append(len(own) * lane.latency + sum(own) / lane.rate)
+        taken += lane.takes * busy[-1]
+    together = sum(lane.takes for lane in costs.lanes)
+    return max(*busy, compute + taken * min(1.0, (1 - FLOOR) / together if together else 1.0))
 
 
 def copying(graph: Graph, costs: Costs, *, again: bool = True) -> Problem:

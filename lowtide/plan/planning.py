@@ -10,7 +10,7 @@ import numpy as np
 
 from lowtide.check import check
 from lowtide.costs import Costs
-from lowtide.errors import UsageError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.classics import CLASSICS
@@ -19,7 +19,8 @@ from lowtide.plan.copies import all_on_device, copying, lives_elsewhere, offers_
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
 from lowtide.plan.gate import Gate, Web, holding
-from lowtide.plan.infeasible import explain, floor
+from lowtide.plan.infeasible import explain as explained
+from lowtide.plan.infeasible import floor
 from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
@@ -31,6 +32,7 @@ from lowtide.plan.settings import (
     CLOSE_TO_BOUND,
     FAR_OVER,
     MIXED_SHARE,
+    SAME_SECONDS,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
     SMALL_GRAPH_STATES,
@@ -59,9 +61,11 @@ class Planning:
         time_limit: float = TIME_LIMIT,
         seed: int = 0,
         progress: Progress | None = None,
+        clock: bool = True,
     ) -> None:
         self.graph, self.costs = graph, costs
         self.time_limit, self.seed, self.progress = time_limit, seed, progress
+        self.clock = clock  # whether it ends searches, too, or only the work that the time limit stands for
         self.arrays: Problem = problem(all_on_device(graph), costs)  # of programs without copies
         self.elsewhere = lives_elsewhere(graph)
         self.prepared: dict[str, Callable[[int | None], Ints | None]] = {}
@@ -100,61 +104,101 @@ class Planning:
         return copying(self.graph, self.costs, again=again)
 
     @cached_property
+    def _floor(self) -> int:
+        """Bytes that no program can do without."""
+        return floor(self.arrays if self.copying is None else self.copying)[0]
+
+    @cached_property
     def gates(self) -> list[Gate]:
         """The points at which bounds are looked for."""
         return gates(Web(self.arrays), self.order)
 
-    def within(self, budget: int | None, method: str = BEST, known: Iterable[Plan] = ()) -> Plan:
-        """The quickest plan that is found; without a budget nothing runs twice."""
+    def within(
+        self, budget: int | None, method: str = BEST, known: Iterable[Plan] = (), *, explain: bool = True
+    ) -> Plan:
+        """The quickest plan that is found; without a budget nothing runs twice.
+
+        Without `explain`, an error comes at once where one op alone needs more than the budget, and does not say how
+        much could be planned.
+        """
         begun = time.monotonic()
         if method not in (*METHODS, OFFLOAD):
             raise UsageError(f"there is no method {method!r}.", hint=f"choose one of {', '.join((*METHODS, OFFLOAD))}.")
+        if not explain and budget is not None and self._floor > budget:
+            raise BudgetError(f"one op needs {self._floor:,} bytes; the budget is {budget:,}.", budget=budget)
         if method != BEST:
-            return self._promise(self._by_name(method, budget), budget, 0.0, begun)
+            return self._promise(self._by_name(method, budget, explain), budget, 0.0, begun)
         fitting = [one for one in known if budget is None or one.peak <= budget]
-        program, bound = (None, 0.0) if self.elsewhere else self._without_copies(budget, fitting, begun)
-        if self.copying is not None and (program is None or self._seconds(program) > self.base):
-            program = self._with_copies(self.copying, budget, [program, *(one.program for one in fitting)])
+        bound = 0.0
+        program = None if self.elsewhere else self._kept(budget)
+        if program is None and self.copying is not None:
+            program = self._with_copies(self.copying, budget, [one.program for one in fitting])
+        elif program is None:
+            program, bound = self._without_copies(budget or 0, [one.program for one in fitting], begun)
         if program is None:
             program = self._last_resort(budget)
         return self._promise(program, budget, bound, begun)
 
-    def _without_copies(self, budget: int | None, known: list[Plan], begun: float) -> tuple[Program | None, float]:
-        """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
+    def _kept(self, budget: int | None) -> Program | None:
+        """A program that copies nothing and runs nothing twice, if one fits."""
         for order in (self.order, self.one_shot):
             if budget is not None and self.arrays.peak(order) > FAR_OVER * budget:
                 continue  # no need to lay it out
             program = self._finish(self.arrays, order, budget)
             if budget is None or self._fits(program, budget):
-                return program, 0.0
-        assert budget is not None
-        still = [one.program for one in known if not one.program.copies]
-        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
-        return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
+                return program
+        return None
 
-    def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
-        """The quickest program, with copies or without; none is slower than those that are known."""
+    def _without_copies(self, budget: int, known: list[Program], begun: float) -> tuple[Program | None, float]:
+        """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
+        still = [program for program in known if not program.copies]
+        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
+        return self._quickest([*still, found]), bound
+
+    def _with_copies(self, arrays: Problem, budget: int | None, known: list[Program]) -> Program | None:
+        """The quickest program, with copies or without: no slower than those that are known, or with either alone."""
         if budget is None:
             return self._finish(arrays, weave(arrays, self.order), None)
-        programs = [program for program in (*known, self._offloaded(budget)) if program is not None]
+        best = self._quickest([*known, self._offloaded(budget)])
+        if self._unbeaten(best):
+            return best
+        still = None if self.elsewhere else self._without_copies(budget, known, time.monotonic())[0]
+        programs = [program for program in (best, still) if program is not None]
         starts = [sequence_of(arrays, program) for program in programs]
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         limit = self.time_limit * MIXED_SHARE
-        until = time.monotonic() + limit
+        until = self._until(time.monotonic() + limit)
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
-        return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
+        return self._quickest([*programs, found])
 
-    def least(self) -> Plan:
-        """The plan with the least peak that is found, whatever time it takes."""
+    def _quickest(self, programs: Iterable[Program | None]) -> Program | None:
+        return min((program for program in programs if program is not None), key=self._seconds, default=None)
+
+    def _unbeaten(self, program: Program | None) -> bool:
+        """Whether a program takes no longer than its ops once, but for the order in which seconds are added."""
+        return program is not None and self._seconds(program) <= self.base * (1 + SAME_SECONDS)
+
+    def least(self, method: str = BEST) -> Plan:
+        """The plan with the least peak that is found, whatever time it takes; by copies only, or by every lever."""
         begun = time.monotonic()
-        return self._promise(self._lowest, None, 0.0, begun)
+        return self._promise(self._least_copying if method == OFFLOAD else self._lowest, None, 0.0, begun)
+
+    @cached_property
+    def _least_copying(self) -> Program:
+        """The program with the least peak in which no op runs twice."""
+        arrays = self._copying(again=False)
+        if arrays is None:
+            raise _no_copies()
+        sequence = lowest(arrays, [weave(arrays, order) for order in (self.order, self.one_shot)])
+        return min((self._finish(arrays, sequence, None), emit(arrays, sequence)), key=self._peak)
 
     @cached_property
     def _lowest(self) -> Program:
-        """The program with the least peak, with an arena or without one."""
-        arrays = self.arrays if self.copying is None else self.copying
-        sequence = self._lowest_sequence if self.copying is None else self._lowest_with_copies(self.copying)
-        programs = (self._finish(arrays, sequence, None), emit(arrays, sequence))
+        """The program with the least peak, with an arena or without one; what copies go through is counted."""
+        found = [] if self.elsewhere else [(self.arrays, self._lowest_sequence)]
+        if self.copying is not None:
+            found.append((self.copying, self._lowest_with_copies(self.copying)))
+        programs = (one for pair in found for one in (self._finish(*pair, None), emit(*pair)))
         return min(programs, key=self._peak)
 
     def _lowest_with_copies(self, arrays: Problem) -> Ints:
@@ -178,10 +222,10 @@ class Planning:
         """The program with the least peak, if that is within the budget; else an error says what is."""
         peak = self._peak(self._lowest)
         if budget is not None and peak > budget:
-            raise explain(self.arrays if self.copying is None else self.copying, budget, peak)
+            raise explained(self.arrays if self.copying is None else self.copying, budget, peak)
         return self._lowest
 
-    def _by_name(self, method: str, budget: int | None) -> Program:
+    def _by_name(self, method: str, budget: int | None, explain: bool) -> Program:
         """What a classic finds, or the order with the least peak."""
         if method == OFFLOAD:
             program = self._offloaded(budget)
@@ -191,19 +235,21 @@ class Planning:
             sequence = self.one_shot if method == ONE_SHOT else self._classic(method, budget)
             program = None if sequence is None else self._finish(self.arrays, sequence, budget)
         if program is None or not self._fits(program, budget):
+            if not explain:
+                raise BudgetError(f"{method} finds no plan.", budget=budget)
             arrays = self.arrays if self.copying is None else self.copying
-            raise explain(arrays, budget or 0, self._peak(self._lowest), method)
+            raise explained(arrays, budget or 0, self._peak(self._lowest), method)
         return program
 
     def _offloaded(self, budget: int | None) -> Program | None:
         """The quickest program in which no op runs twice: what there is no room for is copied away."""
         arrays = self._copying(again=False)
         if arrays is None:
-            raise UsageError("the step offers no copies to other places.", hint='plan with offload="disk".')
+            raise _no_copies()
         orders = [weave(arrays, order) for order in (self.order, self.one_shot)]
         if budget is None:
             return self._finish(arrays, orders[0], None)
-        until = time.monotonic() + self.time_limit
+        until = self._until(time.monotonic() + self.time_limit)
         return self._within(arrays, orders, budget - self.costs.staging, 0.0, self.time_limit, until)[0]
 
     def _classic(self, name: str, budget: int | None) -> Ints | None:
@@ -228,7 +274,7 @@ class Planning:
             return None, 0.0  # nothing fits
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
-        until = max(begun + self.time_limit, time.monotonic() + self.time_limit / 4)
+        until = self._until(max(begun + self.time_limit, time.monotonic() + self.time_limit / 4))
         lead = self._lead(budget, bound)
         program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
         if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
@@ -236,6 +282,9 @@ class Planning:
             until = max(now + self.time_limit / 8, min(now + self.time_limit / 2, begun + 1.5 * self.time_limit))
             bound = bound_together(self.gates, gate, own, bound, quickest, until)
         return program, bound
+
+    def _until(self, end: float) -> float:
+        return end if self.clock else float("inf")
 
     def _within(
         self,
@@ -362,6 +411,10 @@ class Planning:
             seconds=simulation.seconds,
             base_seconds=self.base,
             bound_seconds=self.base + bound,
-            least_bound=floor(self.arrays if self.copying is None else self.copying)[0],
+            least_bound=self._floor,
             planning_seconds=time.monotonic() - begun,
         )
+
+
+def _no_copies() -> UsageError:
+    return UsageError("the step offers no copies to other places.", hint='plan with offload="disk".')

@@ -19,6 +19,7 @@ SLIGHT_EXCESS = (
     0.002  # of the budget: an excess from rounding and saved generator states, aimed lower by whole [chosen]
 )
 MIXED_SHARE = 0.5  # of the time limit: for plans that mix copies with second runs, from the best of each alone [0038]
+SAME_SECONDS = 1e-9  # of a step: what sums in another order may differ by [chosen]
 FAR_OVER = 1.05  # times the budget: what the simulator can count otherwise is less [chosen]
 
 # ------------------------------------------------------------------------ recompute.py: shaving, and a race of searches

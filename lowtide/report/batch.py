@@ -11,12 +11,17 @@ from rich.text import Text
 from lowtide.report.bytes import bar, show_bytes
 from lowtide.report.show import WIDEST
 from lowtide.report.table import Table
+from lowtide.rewrites import KEEPS, ROUNDING
 from lowtide.sizes import Size, Sizes
 
 NOTHING = "-"
 WAYS = {
     "eager": "eager PyTorch",
     "sharing": "order, in place and one arena; nothing runs twice",
+    "recompute": "values made again, or kept narrow, besides",
+    "offload": "copies instead; nothing runs twice",
+    "both": "recomputation and offload",
+    "all": "what is allowed, besides these",
     "plan": "every lever",
 }
 
@@ -40,8 +45,8 @@ class BatchReport:
         yield Text("\nLargest batch that fits", style="bold")
         eager = self.sizes.largest["eager"]
         rows = []
-        for way, meaning in WAYS.items():
-            size = self.sizes.largest[way]
+        for way, size in self.sizes.largest.items():
+            meaning = WAYS.get(way) or KEEPS["rounding" if way in ROUNDING else "lossy"]
             times = f"{size / eager:.1f} times eager's" if size and eager and way != "eager" else ""
             speed = NOTHING if size is None else f"{self.sizes.throughput(size, way):.1f} a second"
             rows.append([way, NOTHING if size is None else f"{size:,}", times, speed, meaning])

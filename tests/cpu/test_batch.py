@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide
 from lowtide import models
-from lowtide.batch import Parts, _Scale, batch_sizes
+from lowtide.batch import Levers, Parts, batch_sizes
+from lowtide.batch.scale import Scale
+from lowtide.choice import Away, Offload
 from lowtide.cli import app
 from lowtide.errors import BudgetError, UsageError
-from lowtide.measure import roofline
-from lowtide.plan import as_eager
-from lowtide.rewrite import with_narrow
+from lowtide.measure import roofline, with_lanes
+from lowtide.plan import as_eager, least
+from lowtide.report import BatchReport
+from lowtide.rewrite import EXACT, apply, with_narrow
+from lowtide.rewrites import Allowed
+from lowtide.sizes import Sizes
 
 TARGET = "mlp:width=16,depth=3,features=8"
 BUDGET = 40_000  # bytes
@@ -94,7 +101,7 @@ def test_a_budget_that_no_batch_fits_is_answered_as_plan_answers_it() -> None:
 
 
 def test_sizes_between_measured_ones_have_the_bytes_of_their_own_capture() -> None:
-    scale = _Scale(lambda count: Parts(*models.build(f"{TARGET},batch={count}")), BUDGET, roofline, 0.1, print)
+    scale = Scale(lambda count: Parts(*models.build(f"{TARGET},batch={count}")), BUDGET, roofline, print)
     scale.measure()
     assert len(scale.steps) > 1
     for batch in (scale.steps[0] + 1, scale.steps[-1] - 1, 3 * scale.steps[-1]):
@@ -106,7 +113,7 @@ def test_sizes_between_measured_ones_have_the_bytes_of_their_own_capture() -> No
 @pytest.mark.parametrize("slope", [1.0, 1.3, 0.8])
 @pytest.mark.parametrize("budget", [100, 999, 40_000, 300_000])
 def test_the_largest_batch_is_found_in_few_tries(slope: float, budget: int) -> None:
-    scale = _Scale(lambda _: pytest.fail("nothing is built"), budget, roofline, 0.1, lambda _: None)
+    scale = Scale(lambda _: pytest.fail("nothing is built"), budget, roofline, lambda _: None)
     scale.measured = dict.fromkeys((1, 4, 16))  # type: ignore[assignment]
     tries: list[int] = []
 
@@ -136,3 +143,72 @@ def test_what_has_no_batch_sizes_is_refused(call: list[str], words: str, tmp_pat
     ended = CliRunner().invoke(app, ["batch", *(word.format(path) for word in call), "--costs", "roofline"])
     assert ended.exit_code == UsageError.exit_code
     assert words in " ".join(ended.stderr.split())
+
+
+OFFLOADED = "mlp:width=512,depth=3,features=64,optimizer=adam"
+
+
+def test_with_a_place_to_go_to_larger_batches_fit_and_none_is_slower() -> None:
+    """Each way is planned anew, from the capture of its own size: what is said to fit does."""
+    budget = 10_500_000
+
+    def sizes(levers: Levers) -> Sizes:
+        make = lambda count: Parts(*models.build(f"{OFFLOADED},batch={count}"))  # noqa: E731
+        return batch_sizes(make, budget, price=with_disk, time_limit=0.1, levers=levers, real=False)
+
+    with_disk = lambda graph: with_lanes(graph, roofline(graph))  # noqa: E731
+    plain, both = sizes(Levers()), sizes(Levers(Offload("disk")))
+    assert list(plain.largest) == ["eager", "sharing", "plan"]
+    assert list(both.largest) == ["eager", "sharing", "recompute", "offload", "both", "plan"]
+    assert both.largest["recompute"] == plain.largest["plan"]
+    most = both.largest["plan"]
+    assert most is not None
+    assert most == both.largest["both"] > (plain.largest["plan"] or 0)
+    captured = lowtide.capture(*models.build(f"{OFFLOADED},batch={most}")).graph
+    away = Away("disk")
+    moved = apply(captured, (*EXACT, *away.rewrites(max(away.homes(captured))))).graph
+    assert least(moved, with_disk(moved)).peak <= budget * 1.01
+    assert least(with_narrow(captured), roofline(with_narrow(captured))).peak > budget
+    last = both.points[-1]
+    assert last.plan is not None
+    assert any(one.startswith("homes") for one in last.plan.rewrites)
+    seconds = {size.batch: size.plan.seconds for size in plain.points if size.plan is not None}
+    for size in both.points:
+        if size.batch in seconds:
+            assert size.plan is not None
+            assert size.plan.seconds <= seconds[size.batch] * (1 + 1e-9)
+
+
+def test_what_is_allowed_makes_larger_batches_fit_and_is_used_only_there() -> None:
+    target = "gpt:layers=1,width=16,heads=2,context=16,vocabulary=512,dropout=0"
+    found = batch_sizes(
+        lambda count: Parts(*models.build(f"{target},batch={count}")),
+        700_000,
+        price=roofline,
+        time_limit=0.1,
+        levers=Levers(allowed=Allowed(named=(("chunked-loss", None),))),
+        real=False,
+    )
+    largest = found.largest
+    assert list(largest) == ["eager", "sharing", "recompute", "chunked-loss", "plan"]
+    exact = largest["recompute"] or 0
+    assert largest["plan"] == largest["chunked-loss"]
+    assert (largest["plan"] or 0) > exact
+    for point in found.to_json()["points"]:
+        allowed = any(one.startswith("chunked-loss") for one in point["plan"]["rewrites"])
+        assert allowed == (point["batch"] > exact), point
+    page = Console(width=120, file=StringIO())
+    page.print(BatchReport(target, "roofline", found))
+    assert "the same up to rounding" in page.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_words_of_offload_that_do_not_go_together_are_refused() -> None:
+    call = ["batch", TARGET, "--budget", "1MiB", "--costs", "roofline"]
+    for more, words in (
+        (["--offload", "moon"], "there is no place 'moon'"),
+        (["--offload-budget", "1GiB"], "without offload"),
+        (["--allow", "magic"], "there is no 'magic'"),
+    ):
+        ended = CliRunner().invoke(app, [*call, *more])
+        assert ended.exit_code == UsageError.exit_code
+        assert words in " ".join(ended.stderr.split())

@@ -20,7 +20,7 @@ import lowtide
 from lowtide import models
 from lowtide.aten import RECURRENT
 from lowtide.check import check
-from lowtide.choice import Away, Leave, choose
+from lowtide.choice import Away, Effort, Leave, choose
 from lowtide.cli import app
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, FileError, UsageError
@@ -303,7 +303,7 @@ def test_the_quickest_plan_is_chosen(seconds: tuple[float, ...], chunks: int) ->
     def price(graph: lowtide.Graph) -> Costs:
         return replace(declared(graph), seconds=(0.0,) * len(graph.ops))
 
-    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
+    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
         asked.append(seconds[len(asked)])
         return Plan(Program(graph.fingerprint, ()), 1, 1, asked[-1], 5.0, 5.0, 1, 0.0)
 
@@ -321,8 +321,8 @@ def test_searches_share_the_time(fails: bool) -> None:
     graph = lowtide.capture(step, model, optimizer, example).graph
     parts: list[float] = []
 
-    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
-        parts.append(part)
+    def search(graph: lowtide.Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
+        parts.append(effort.part)
         if fails and len(parts) == 1:
             raise BudgetError("nothing fits", least=1)
         return Plan(Program(graph.fingerprint, ()), 1, 1, 9.0 / len(parts), 1.0, 1.0, 1, 0.0)

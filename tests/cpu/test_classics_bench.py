@@ -285,3 +285,13 @@ def test_the_list_names_every_claim_and_a_wrong_name_is_refused() -> None:
 
 def test_a_process_that_fails_says_why() -> None:
     assert apart("no-such-claim") == {"failure": "KeyError: 'no-such-claim'"}
+
+
+def test_a_scan_is_timed_against_the_plain_loop() -> None:
+    ended = CliRunner().invoke(app, ["bench", "scan", "8", "--part", "30", "--length", "40", "--rounds", "2", "--json"])
+    assert ended.exit_code == 0, ended.output
+    (row,) = json.loads(ended.stdout)["rows"]
+    assert row["equal"]
+    assert len(row["ratios"]) == 2
+    assert 40 < row["forwards"] <= 80  # each time step once, and again for its backward where it was not kept
+    assert row["own"] < row["plain_own"]

@@ -22,10 +22,11 @@ from twins import assert_exact, everything, same
 from typer.testing import CliRunner
 
 import lowtide
-from lowtide import device, kernels, models
+from lowtide import allocator, device, kernels, models
 from lowtide.cli import app
 from lowtide.costs import Costs, Lane, lanes
 from lowtide.device import cpu, disk
+from lowtide.device.homes import lives_in_file
 from lowtide.device.mounts import is_memory
 from lowtide.errors import BudgetError, LowtideError, PlaceError, UsageError
 from lowtide.fit import Fitted, make
@@ -33,8 +34,9 @@ from lowtide.graph import Graph, Place
 from lowtide.plan import least
 from lowtide.program import Copy
 
-pages, prices, rows = (
-    importlib.import_module(f"lowtide.{name}") for name in ("cli.profile", "measure.lanes", "rewrite.offload")
+pages, prices, rows, homes = (
+    importlib.import_module(f"lowtide.{name}")
+    for name in ("cli.profile", "measure.lanes", "rewrite.offload", "execute.away")
 )
 PIECE = 2**15  # bytes: what copies go through is small beside these models
 RATE = 1e11  # bytes a second: copies are quick, so that plans have many
@@ -139,6 +141,19 @@ def test_steps_are_eagers_within_the_budget(name: str, part: str) -> None:
         assert living(train) > 0
     if (name, part) != ("lstm", "between"):  # which has few values, and none of them long idle
         assert copied_away(train)
+
+
+def test_state_is_made_where_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step never has all of the optimizer's state in memory: that of one parameter, then it moves."""
+    monkeypatch.setattr(homes, "SMALL", 2**12)
+    train, _, optimizer, example = fresh("mlp", int(0.6 * frame("mlp").persistent))
+    with allocator.meter() as meter:
+        train(*example)
+    state = [item for one in optimizer.state.values() for item in one.values() if isinstance(item, torch.Tensor)]
+    large = [tensor for tensor in state if tensor.nbytes > 2**12]
+    assert large
+    assert all(map(lives_in_file, large))
+    assert meter.peak < sum(tensor.nbytes for tensor in state)
 
 
 def test_a_budget_below_what_stays_trains() -> None:

@@ -111,7 +111,7 @@ def test_advice_is_what_the_planner_finds() -> None:
     costs = lowtide.roofline(graph)
     from lowtide.choice import choose
 
-    def search(one: Any, priced: Any, eager_peak: int, part: float) -> Any:
+    def search(one: Any, priced: Any, eager_peak: int, effort: Any) -> Any:
         return plan(one, priced, None)
 
     chosen = choose(graph, lowtide.roofline, search)

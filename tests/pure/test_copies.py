@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
+from itertools import count
 from random import Random
 
 import numpy as np
@@ -18,7 +20,7 @@ from lowtide.costs import Costs, Lane
 from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.graph import Alternative, Graph
 from lowtide.plan import carry, plan
-from lowtide.plan.copies import copying, sequence_of, weave
+from lowtide.plan.copies import copying, least_seconds, sequence_of, weave
 from lowtide.plan.emit import emit
 from lowtide.plan.planning import Planning
 from lowtide.plan.problem import FETCH, Problem
@@ -114,6 +116,37 @@ def test_no_plan_is_slower_than_one_with_fewer_levers(seed: int) -> None:
 
 
 @given(seeds)
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+def test_no_program_takes_less_than_its_ops_and_the_copies_of_what_lives_elsewhere(seed: int) -> None:
+    """So that what can't be quicker need not be looked for: held against the simulator, with little to wait for."""
+    graph, costs = case(seed)
+    planning = Planning(graph, costs, time_limit=BRIEF)
+    least = least_seconds(graph, costs, planning.base)
+    assert least >= planning.base
+    arrays, sequence = start(graph, costs)
+    room = int(arrays.nbytes.sum()) + arrays.persistent
+    assert elapsed(graph, costs, emit(arrays, sequence)) >= least * (1 - 1e-12)
+    assert arrays.retimed(sequence, room)[1] >= least * (1 - 1e-12)
+    shaved, peak = shave(arrays, sequence, (arrays.persistent + room) // 2, rate=0.1)
+    assert arrays.retimed(shaved, max(peak, room))[1] >= least * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("method", ["lowtide", "offload"])
+def test_where_nobody_asks_what_would_fit_the_error_comes_at_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = case(3, homes=False)
+    planning = Planning(graph, costs, time_limit=BRIEF)
+    budget = planning.least().least_bound - 1
+    with pytest.raises(BudgetError) as explained:
+        planning.within(budget, method)
+    assert explained.value.least is not None
+    assert explained.value.least >= planning.least().peak
+    monkeypatch.setattr(Planning, "_lowest", property(lambda _: pytest.fail("the least peak is looked for")))
+    with pytest.raises(BudgetError) as brief:
+        Planning(graph, costs, time_limit=BRIEF).within(budget, method, explain=False)
+    assert (brief.value.least, brief.value.budget) == (None, budget)
+
+
+@given(seeds)
 @settings(max_examples=120, derandomize=True, deadline=None, database=None)
 def test_steps_with_ends_elsewhere_are_planned_within_any_budget_that_can_be(seed: int) -> None:
     graph, costs = case(seed)
@@ -160,6 +193,17 @@ def test_slow_places_are_left_alone_and_quick_ones_are_used(name: str) -> None:
         if rate == 1e15:
             assert found.seconds == pytest.approx(found.base_seconds, rel=1e-6)
     assert copies[0] == 0 < copies[1]
+
+
+def test_without_a_clock_a_slow_machine_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = waiting(*stored("gpt-small"))
+    lanes = tuple(Lane("disk", direction, 0.0, 1e9) for direction in ("out", "in"))
+    costs = dataclasses.replace(costs, lanes=lanes)
+    budget = (plan(graph, costs).peak + Planning(graph, costs).least().peak) // 2
+    known = plan(graph, costs, budget, time_limit=0.1, clock=False)
+    later = count(0.0, 1000.0)  # each look at the clock is a quarter of an hour after the one before
+    monkeypatch.setattr(time, "monotonic", lambda: next(later))
+    assert plan(graph, costs, budget, time_limit=0.1, clock=False).program == known.program
 
 
 def test_staging_is_in_the_promise() -> None:

@@ -72,13 +72,13 @@ class Setting:
         return scan_plan(self.cell, self.inputs, self.state, budget=budget)
 
 
-def setting(*, layers: int, width: int, batch: int, length: int, real: bool = True) -> Setting:
+def setting(*, layers: int, width: int, batch: int, length: int, real: bool = True, below: bool = True) -> Setting:
     """A loop with made-up data; where it is only planned its inputs take no memory."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         cell = Layers(layers, width)
         inputs = torch.randn(length, batch, width) if real else torch.zeros(1, batch, width).expand(length, -1, -1)
-    inputs.requires_grad_(real)  # as if a layer below learned
+    inputs.requires_grad_(real and below)  # as if a layer below learned
     zeros = torch.zeros(batch, width)
     return Setting(cell, inputs, tuple((zeros, zeros) for _ in range(layers)))
 
@@ -122,6 +122,12 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def race(given: Setting, loops: Sequence[Loop], *, rounds: int) -> tuple[list[Taken], list[float]]:
     """The second pass of each loop, and the seconds of each, of the first one's, as the median of rounds by turns."""
+    second, ratios = rounds_of(given, loops, rounds=rounds)
+    return second, [median(found) for found in ratios]
+
+
+def rounds_of(given: Setting, loops: Sequence[Loop], *, rounds: int) -> tuple[list[Taken], list[list[float]]]:
+    """The second pass of each loop, and the seconds of each, of the first one's, of all rounds, by turns."""
     gradient = torch.randn(given.inputs.shape, generator=torch.Generator().manual_seed(1))
     for loop in loops:
         run(given, loop, gradient)
@@ -136,7 +142,7 @@ def race(given: Setting, loops: Sequence[Loop], *, rounds: int) -> tuple[list[Ta
             seconds[place] = perf_counter() - begun
         for place, found in enumerate(seconds):
             ratios[place].append(found / seconds[0])
-    return second, [median(found) for found in ratios]
+    return second, ratios
 
 
 def lstm_loop(small: bool) -> Found:

@@ -95,9 +95,14 @@ def _beyond(targets: Sequence[str], steps: int, time_limit: float) -> Part:
     ]
     titles = ["target", "persistent", "budget", "resident", "steps", "a step", "eager's, free", "eager's", ""]
     lines = [f"eager on {row['target']}, held: {row['eager_end']}" for row in done if row["eager_end"]]
+    lines += [
+        f"the limit on {row['target']} is the budget and {show_bytes(row['slack'])}, by {row['limit']}, in force from "
+        "before the model is built: torch and lowtide are imported, torch's threads run, and no tensor is there"
+        for row in done
+    ]
     lines.append(
-        "the limits are on data and address space, from the end of the first step; resident: the most since then, by "
-        "VmHWM, pages of files included, less what is there beside the budget"
+        "resident: the most since then, by VmHWM, pages of files included, less what was there before; prices of ops "
+        "and copies that are not known yet are measured within the limit, too"
     )
     return Part("rows", rows, [Table("srrrrrrrl", cells, titles, ("bold", *[""] * 8))], lines=lines)
 

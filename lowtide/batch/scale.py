@@ -1,44 +1,32 @@
-"""Which batch size pays: the throughput of each, the largest that fits with what, and the one to use.
-
-A step is captured and its ops are measured at a few sizes, each four times the one before; between them, and beyond the
-last, the bytes and seconds of its values and ops follow a straight line. So do peaks, nearly: the largest batch takes
-few tries. Real steps at the smallest and the largest of these sizes say by how much a step differs from the sum of
-its ops. Nothing is trained at any other size.
-"""
+"""A step at all batch sizes: captured and measured at a few of them, its peaks and the largest batch that fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
-from lowtide.budget import free_memory
 from lowtide.capture import capture
 from lowtide.costs import Costs
-from lowtide.errors import BatchError, BudgetError, CaptureError, UsageError
-from lowtide.fit import fit
+from lowtide.errors import BatchError, CaptureError, UsageError
 from lowtide.graph import Graph
-from lowtide.plan import as_eager, carry, least, plan
+from lowtide.plan import BEST, as_eager, carry, least
 from lowtide.program import Plan
-from lowtide.rewrite import with_narrow
+from lowtide.resized import Resized
+from lowtide.rewrite import EXACT, apply
+from lowtide.rewrites import Rewrite
 from lowtide.simulate import simulate
-from lowtide.sizes import Size, Sizes, Way
+from lowtide.sizes import Way
 
 LONGEST = 2.5  # seconds of a step by its ops, up to which sizes are measured; larger ones follow from these
 APART = 4  # from one size that is measured to the next
 MOST = 2**20  # examples: no size above is looked at
-WARM_UPS, STEPS = 2, 3  # real steps: those ahead, which learn, and those whose median is compared with their ops
 FINE = 16  # parts of a size: the largest batch is found to within one of them, or one example
-ROOM = 0.7  # of the memory that is free, in which real steps may run
-
 
 Progress = Callable[[str], None]
 Price = Callable[[Graph], Costs]
-Corrections = dict[str, tuple[float, float]]
 
 
 class Parts(NamedTuple):
@@ -50,60 +38,42 @@ class Parts(NamedTuple):
     example: tuple[Any, ...]
 
 
-def batch_sizes(
-    make: Callable[[int], Parts],
-    budget: int,
-    *,
-    price: Price,
-    time_limit: float,
-    real: bool = True,
-    tell: Progress = lambda _: None,
-) -> Sizes:
-    """The throughput of a step against its batch size within a budget; `real` compares with steps that are run.
-
-    A budget that no size fits is a BudgetError.
-    """
-    scale = _Scale(make, budget, price, time_limit, tell)
-    scale.measure()
-    largest = {
-        "eager": scale.largest("eager", lambda batch: scale.eager(batch).peak),
-        "sharing": scale.largest("sharing", lambda batch: plan(*scale.at(batch)).peak),
-        "plan": scale.largest("a plan", lambda batch: scale.smallest(batch).peak),
-    }
-    most = max((size for size in largest.values() if size is not None), default=None)
-    if most is None:
-        needs = scale.smallest(scale.steps[0]).peak
-        raise BudgetError(
-            f"no batch fits {budget:,} bytes: a batch of {scale.steps[0]} needs {needs:,} at least.",
-            hint=f"give a budget of {needs:,} bytes or more.",
-            least=needs,
-        )
-    largest["plan"] = most  # whatever fits without a lever, fits with it
-    corrections = scale.compare() if real else dict.fromkeys(("eager", "plan"), (1.0, 1.0))
-    points = [scale.point(batch, corrections) for batch in scale.shown(largest)]
-    return Sizes(budget, tuple(points), largest, corrections)
-
-
 @dataclass
-class _Scale:
-    """A step at all sizes."""
+class Scale:
+    """A step at all sizes, after some passes."""
 
     make: Callable[[int], Parts]
     budget: int
     price: Price
-    time_limit: float
     tell: Progress
+    name: str = ""  # of what the passes do
+    passes: Callable[[Graph, int], tuple[Rewrite, ...]] = lambda graph, batch: ()  # besides those that keep every bit
+    method: str = BEST  # by which the least peak is looked for
+    captured: dict[int, Graph] = field(default_factory=dict)  # by batch size
+    sizes: tuple[int, ...] = ()  # that are measured, where that is known
 
     def __post_init__(self) -> None:
         self.graphs: dict[int, Graph] = {}
         self.measured: dict[int, Costs] = {}
 
-    def graph(self, batch: int) -> Graph:
-        """The step of one size."""
-        if batch not in self.graphs:
+    def seen(self, batch: int) -> Graph:
+        """The step of one size as it is captured."""
+        if batch not in self.captured:
             self.tell(f"capturing a batch of {batch}")
-            self.graphs[batch] = with_narrow(capture(*self.make(batch)).graph)
+            self.captured[batch] = capture(*self.make(batch)).graph
+        return self.captured[batch]
+
+    def graph(self, batch: int) -> Graph:
+        """The step of one size after the passes."""
+        if batch not in self.graphs:
+            seen = self.seen(batch)
+            rewrites = self.passes(seen, batch)
+            self.graphs[batch] = apply(seen, (*EXACT, *rewrites), self.resized(batch)).graph
         return self.graphs[batch]
+
+    def resized(self, batch: int) -> Resized:
+        """The step of one size, and of others."""
+        return Resized(self.seen(batch), batch, self.seen)
 
     def measure(self) -> None:
         """Measure ops at several sizes, from the smallest that the step takes, while a step is short and may fit."""
@@ -132,18 +102,25 @@ class _Scale:
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """The sizes that were measured."""
-        return tuple(sorted(self.measured))
+        return self.sizes or tuple(sorted(self.measured))
 
     def at(self, batch: int) -> tuple[Graph, Costs]:
         """The step of one size with its costs: where two sizes around it are alike, by the graph of one of them."""
-        if batch not in self.measured:
-            low, high = self._around(batch)
-            if _alike(self.graphs[low], self.graphs[high]):
-                part = (batch - low) / (high - low)
-                graph, costs = self.graphs[high], _between(self.measured[low], self.measured[high], part)
-                return graph, replace(costs, graph=graph.fingerprint)
-            self.measured[batch] = self.price(self.graph(batch))
-        return self.graph(batch), self.measured[batch]
+        if (like := self.like(batch)) == batch:
+            if batch not in self.measured:
+                self.measured[batch] = self.price(self.graph(batch))
+            return self.graph(batch), self.measured[batch]
+        low, high = self._around(batch)
+        costs = _between(self.at(low)[1], self.at(high)[1], (batch - low) / (high - low))
+        graph = self.graph(like)
+        return graph, replace(costs, graph=graph.fingerprint)
+
+    def like(self, batch: int) -> int:
+        """The size whose graph stands for that of another one: its own, or the one above it that is alike."""
+        if batch in self.measured or batch in self.steps:
+            return batch
+        low, high = self._around(batch)
+        return high if _alike(self.graph(low), self.graph(high)) else batch
 
     def _around(self, batch: int) -> tuple[int, int]:
         """The two sizes that were measured and that a size lies between, or nearest to."""
@@ -161,15 +138,15 @@ class _Scale:
     def _lowest(self) -> tuple[Graph, Plan]:
         """The plan with the least peak, of one size."""
         batch = self.steps[-1]
-        self.tell(f"looking for the least peak of a batch of {batch}")
+        self.tell(f"looking for the least peak of a batch of {batch}{self.name and f' with {self.name}'}")
         graph, costs = self.at(batch)
-        return graph, least(graph, costs)
+        return graph, least(graph, costs, method=self.method)
 
     def smallest(self, batch: int) -> Plan:
         """The plan with the least peak, of any size: the one that is known, or else its own."""
         graph, costs = self.at(batch)
         known, found = self._lowest
-        return carry(found, known, graph, costs, None) or least(graph, costs)
+        return carry(found, known, graph, costs, None) or least(graph, costs, method=self.method)
 
     def largest(self, way: str, peak: Callable[[int], int]) -> int | None:
         """The largest batch whose peak is within the budget, to within a fine part of it.
@@ -204,67 +181,6 @@ class _Scale:
         if low < met < high:
             return math.floor(met)
         return (low + high) // 2 if high < MOST else 2 * max(low, 1)
-
-    def compare(self) -> Corrections:
-        """Real steps over the sum of their ops, at the least and the most size that was measured."""
-        ends = (self.steps[0], self.steps[-1])
-        found: Corrections = {}
-        for way, steps in {"eager": self._eager_steps, "plan": self._planned_steps}.items():
-            low, high = (steps(batch) for batch in ends)
-            found[way] = (low or high or 1.0, high or low or 1.0)
-        return found
-
-    def _eager_steps(self, batch: int) -> float | None:
-        """None: there is no memory for them."""
-        eager = self.eager(batch)
-        if eager.peak > ROOM * free_memory():
-            return None
-        self.tell(f"running eager steps of a batch of {batch}")
-        parts = self.make(batch)
-        return _median(lambda: parts.step(parts.model, parts.optimizer, *parts.example)) / eager.seconds
-
-    def _planned_steps(self, batch: int) -> float | None:
-        """None: nothing fits the budget."""
-        parts = self.make(batch)
-        self.tell(f"running planned steps of a batch of {batch}")
-        try:
-            train = fit(*parts[:3], example=parts.example, budget=self.budget, time_limit=min(1.0, self.time_limit))
-        except BudgetError:
-            return None
-        graph = train.captured.graph
-        return _median(lambda: train(*parts.example)) / simulate(graph, self.price(graph), train.program).seconds
-
-    def shown(self, largest: dict[str, int | None]) -> Iterator[int]:
-        """The sizes of the curve: doubled ones up to the largest that fits, and the largest of each way."""
-        most = max((size for size in largest.values() if size is not None), default=self.steps[-1])
-        doubled = [self.steps[0] << power for power in range(64) if self.steps[0] << power <= most]
-        yield from sorted({*doubled, *(size for size in largest.values() if size is not None)})
-
-    def point(self, batch: int, corrections: Corrections) -> Size:
-        """One size, with what real steps say about the sum of ops."""
-        self.tell(f"planning a batch of {batch}")
-        graph, costs = self.at(batch)
-        try:
-            found = plan(graph, costs, self.budget, time_limit=self.time_limit, known=[self.smallest(batch)])
-        except BudgetError:
-            found = None
-        first, last = self.steps[0], self.steps[-1]
-        part = math.log(min(batch, last) / first) / math.log(last / first)
-        more = {way: low * (high / low) ** part for way, (low, high) in corrections.items()}
-        eager = self.eager(batch)
-        planned = None if found is None else Way(found.peak, found.seconds * more["plan"], True)
-        return Size(batch, batch in self.measured, replace(eager, seconds=eager.seconds * more["eager"]), planned)
-
-
-def _median(step: Callable[[], Any]) -> float:
-    for _ in range(WARM_UPS):
-        step()
-    seconds = []
-    for _ in range(STEPS):
-        begun = perf_counter()
-        step()
-        seconds.append(perf_counter() - begun)
-    return median(seconds)
 
 
 def _alike(one: Graph, other: Graph) -> bool:
