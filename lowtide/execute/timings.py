@@ -10,7 +10,10 @@ from statistics import fmean, median
 from lowtide.device import Device
 from lowtide.program import Copy, Program, Run
 
-STEPS = 3  # that are timed, after one more that nobody counts; other processes may stall some of them
+STEPS = 3  # that are timed, after one more that nobody counts
+CALM = 0.02  # of a step: where its threads wait longer for their cores, others had these, and nothing is learned
+WAKING = 1e-3  # seconds: threads that wake up wait a little on a calm machine, too
+PATIENCE = 12  # steps that are watched at most; on a machine that is never calm prices stay as they are
 PROBES = 1000  # to find out what it takes to look at the clock
 RECENT = 15  # steps whose time is kept
 
@@ -20,8 +23,14 @@ class Stopwatch:
 
     def __init__(self, cursor: array[int], device: Device) -> None:
         self._cursor, self._device = cursor, device
+        self._delay = device.delay()
         self.numbers: list[int] = []  # of instructions
         self.begun: list[float] = []  # seconds, by the device's clock
+
+    @property
+    def delay(self) -> float:
+        """The seconds that threads have waited for a core since this was made."""
+        return self._device.delay() - self._delay
 
     def __getitem__(self, place: int) -> int:
         return self._cursor[place]
@@ -41,26 +50,32 @@ class Timings:
         self._runs: defaultdict[int, list[float]] = defaultdict(list)  # instruction -> its seconds in each timed step
         self._timed: list[float] = []  # seconds of each timed step
         self._recent: list[float] = []  # seconds of the last steps
+        self._watched = 0  # steps
         copies = any(isinstance(one, Copy) for one in program.instructions)  # ops wait for them: that is not their time
-        self.left = 0 if copies else STEPS + 1
+        self.left = 0 if copies else STEPS  # timed steps to come
 
     def watch(self, cursor: array[int]) -> Stopwatch | None:
         """What stands in for the cursor in a step whose ops are timed; None: they are not."""
         return Stopwatch(cursor, self._device) if self.left else None
 
     def note(self, seconds: float, watch: Stopwatch | None) -> None:
-        """After a step in the arena that took so long: what its ops took."""
+        """After a step in the arena that took so long: what its ops took, unless other processes had its cores."""
         if watch is None:
             self._recent = [*self._recent[1 - RECENT :], seconds]
             return
-        self.left -= 1
-        if self.left == STEPS:
+        end, delay, look = self._device.clock(), watch.delay, self._look()
+        self._watched += 1
+        if self._watched == 1:
             return
-        look = self._look()
-        ends = [*watch.begun[1:], self._device.clock()]
-        for number, begun, end in zip(watch.numbers, watch.begun, ends, strict=True):
-            self._runs[number].append(max(0.0, end - begun - look))
-        self._timed.append(seconds - look * len(watch.numbers))
+        spent = seconds - look * len(watch.numbers)
+        if delay > max(WAKING, CALM * seconds):
+            self._recent.append(spent)
+            self.left = 0 if self._watched >= PATIENCE else self.left
+            return
+        self.left -= 1
+        for number, begun, until in zip(watch.numbers, watch.begun, [*watch.begun[1:], end], strict=True):
+            self._runs[number].append(max(0.0, until - begun - look))
+        self._timed.append(spent)
 
     @property
     def step(self) -> float | None:
@@ -70,9 +85,14 @@ class Timings:
 
     @property
     def ops(self) -> Mapping[int, float] | None:
-        """For each op its seconds in a step, with its part of what a step does beside ops; None: not known yet."""
-        if self.left or not self._timed:
+        """For each op its seconds in a step, with its part of what a step does beside ops; None: not known yet.
+
+        None of them where other processes had the cores in all steps.
+        """
+        if self.left or not self._watched:
             return None
+        if not self._timed:
+            return {}
         found: defaultdict[int, list[float]] = defaultdict(list)
         for number, run in enumerate(self._program.instructions):
             if isinstance(run, Run):
