@@ -78,7 +78,7 @@ def _values(places: Sequence[str]) -> Part:
             "cheaper": one.cheaper,
             "tie": one.tie(tolerance),
             "right": one.right("joint", tolerance),
-            "ok": True,  # all of them together are judged
+            "ok": not one.strayed,  # right or wrong, all of them together are judged
         }
         for one in found
     ]
@@ -142,6 +142,7 @@ def _judged(found: Sequence[offloads.Outcome], tolerance: float) -> tuple[list[s
         + ", ".join(f"{way} would be right in {score(way, found):.1%} and {score(way, decided):.1%}" for way in wins),
         "chosen: " + ", ".join(f"{way} in {count}" for way, count in sorted(chosen.items())),
         f"the joint plan took at most {loss:+.1%} more than the cheaper way",
+        f"over the budget, or allocated otherwise than planned: {sum(one.strayed for one in found)}",
     ]
     ok = min(score("joint", found), score("joint", decided)) >= offloads.RIGHT and min(wins.values()) >= offloads.WINS
     return lines, ok and tolerance <= offloads.NOISE
