@@ -178,7 +178,7 @@ def _beside(
     """Bytes a second beside computation, and the part of compute's speed that is gone meanwhile.
 
     Both belong together: beside compute a copy is slower than alone, by half where it is the processor that copies.
-    Computed are a product and an op on each element; larger products and convolutions lose about as much (0061).
+    Computed are a product and an op on each element; larger products and convolutions lose about as much (0062).
     """
     work, (latency, usual) = _work(), alone
     pieces = [(start, tensor[start : start + PIECE]) for start in range(0, len(tensor), PIECE)]  # not from the caches
