@@ -45,7 +45,10 @@ def offload(
     if run or models or targets:
         everything = [SMALL[entry.name] if small else entry.name for entry in catalog()]
         chosen = targets or (joint.EXECUTED if run else everything)
-        finish([_models(chosen, percents, time_limit, rounds if run else 0)], as_json, markdown)
+        place, *others = _names(places) or [offloads.DISK]
+        if others:
+            raise UsageError("models are planned for one place at a time.", hint=f'say --places "{place}".')
+        finish([_models(chosen, percents, time_limit, rounds if run else 0, place)], as_json, markdown)
     else:
         finish([_values(_names(places))], as_json, markdown)
 
@@ -151,7 +154,7 @@ def _judged(found: Sequence[offloads.Outcome], tolerance: float) -> tuple[list[s
 # ------------------------------------------------------------------------------------------------------------- models
 
 
-def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float, rounds: int) -> Part:
+def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float, rounds: int, place: str) -> Part:
     """The plans of each target, and their steps where they are to run."""
 
     def one(target: str) -> Row:
@@ -162,6 +165,7 @@ def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float
                 rounds=rounds,
                 time_limit=time_limit,
                 costs="measured" if rounds else "roofline",
+                place=place,
                 say=say,
             )
         cells = [{**asdict(cell), "gain": cell.gain, "missed": list(cell.missed)} for cell in found]
@@ -169,6 +173,7 @@ def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float
 
     options = ["--budgets", ",".join(f"{percent:g}" for percent in percents), "--time-limit", str(time_limit)]
     options += ["--run", "--rounds", str(rounds)] if rounds else ["--models"]
+    options += [] if place == offloads.DISK else ["--places", place]
     rows = rows_of("offload", targets, one, *options, key="models")
     cells = [
         [row["target"] if number == 0 else "", *_cell(cell)]
