@@ -13,7 +13,7 @@ from lowtide.program import Copy, Program, Run
 STEPS = 3  # that are timed, after one more that nobody counts
 CALM = 0.02  # of a step: where its threads wait longer for their cores, others had these, and nothing is learned
 WAKING = 1e-3  # seconds: threads that wake up wait a little on a calm machine, too
-PATIENCE = 12  # steps that are watched at most; on a machine that is never calm prices stay as they are
+PATIENCE = 12  # steps that are watched at most; on a machine that is never calm the quickest of them have to do
 PROBES = 1000  # to find out what it takes to look at the clock
 RECENT = 15  # steps whose time is kept
 
@@ -47,8 +47,8 @@ class Timings:
 
     def __init__(self, program: Program, device: Device) -> None:
         self._program, self._device = program, device
-        self._runs: defaultdict[int, list[float]] = defaultdict(list)  # instruction -> its seconds in each timed step
-        self._timed: list[float] = []  # seconds of each timed step
+        self._calm: list[tuple[float, dict[int, float]]] = []  # of each timed step its seconds, by instruction, too
+        self._disturbed: list[tuple[float, dict[int, float]]] = []  # the same of those in which others had its cores
         self._recent: list[float] = []  # seconds of the last steps
         self._watched = 0  # steps
         copies = any(isinstance(one, Copy) for one in program.instructions)  # ops wait for them: that is not their time
@@ -68,37 +68,36 @@ class Timings:
         if self._watched == 1:
             return
         spent = seconds - look * len(watch.numbers)
-        if delay > max(WAKING, CALM * seconds):
-            self._recent.append(spent)
+        ends = [*watch.begun[1:], end]
+        runs = {n: max(0.0, u - b - look) for n, b, u in zip(watch.numbers, watch.begun, ends, strict=True)}
+        if delay <= max(WAKING, CALM * seconds):
+            self._calm.append((spent, runs))
+            self.left -= 1
+        else:
+            self._disturbed.append((spent, runs))
             self.left = 0 if self._watched >= PATIENCE else self.left
-            return
-        self.left -= 1
-        for number, begun, until in zip(watch.numbers, watch.begun, [*watch.begun[1:], end], strict=True):
-            self._runs[number].append(max(0.0, until - begun - look))
-        self._timed.append(spent)
 
     @property
     def step(self) -> float | None:
         """The seconds of a step, the median of the last ones; None before the first."""
-        known = self._recent or self._timed
+        known = self._recent or [spent for spent, _ in (*self._calm, *self._disturbed)]
         return median(known) if known else None
 
     @property
     def ops(self) -> Mapping[int, float] | None:
         """For each op its seconds in a step, with its part of what a step does beside ops; None: not known yet.
 
-        None of them where other processes had the cores in all steps.
+        Where other processes had its cores in all of many steps, it is the least of these.
         """
-        if self.left or not self._watched:
+        steps = self._calm or self._disturbed
+        if self.left or not steps:
             return None
-        if not self._timed:
-            return {}
         found: defaultdict[int, list[float]] = defaultdict(list)
         for number, run in enumerate(self._program.instructions):
             if isinstance(run, Run):
-                found[run.op].append(min(self._runs[number]))
-        total = sum(map(sum, found.values()))
-        return {op: min(self._timed) / total * fmean(seconds) for op, seconds in found.items()} if total > 0 else {}
+                found[run.op].append(min(runs[number] for _, runs in steps))
+        total, least = sum(map(sum, found.values())), min(spent for spent, _ in steps)
+        return {op: least / total * fmean(seconds) for op, seconds in found.items()} if total > 0 else {}
 
     def _look(self) -> float:
         """The seconds that it takes to note when an instruction begins."""
