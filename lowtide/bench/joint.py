@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -12,24 +13,28 @@ from typing import Any
 
 import torch
 
+from lowtide.bench.offload import DISK, RATES
+from lowtide.bench.throttle import throttled
 from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import Away, Choice, Effort, choose
 from lowtide.cli.target import build
 from lowtide.costs import Costs
+from lowtide.device import CPU, Device
 from lowtide.errors import BudgetError, UsageError
 from lowtide.execute import execute
+from lowtide.fit import fit
 from lowtide.fit.request import CostsFrom
 from lowtide.graph import Graph
-from lowtide.measure import measure, roofline, with_lanes
+from lowtide.measure import measure, measure_lanes, roofline, with_lanes
 from lowtide.plan import BEST, plan
 from lowtide.plan.planning import OFFLOAD
 from lowtide.program import Plan
 from lowtide.verify.compare import digest
 from lowtide.verify.copies import lasting_tensors
 
-WAYS = {"recompute": (BEST, None), "offload": (OFFLOAD, Away("disk")), "joint": (BEST, Away("disk"))}
+WAYS = {"recompute": (BEST, False), "offload": (OFFLOAD, True), "joint": (BEST, True)}  # and whether it copies
 EXECUTED = (
     "resnet:depth=50,batch=8,size=96",
     "gpt:layers=6,width=256,context=256",
@@ -40,6 +45,8 @@ SLOWER = 1e-6  # of a step: what sums in another order may differ by
 NOISE = 0.03  # of a step: what interleaved medians of the same program differ by here
 OFF = 0.10  # of a step, that a prediction may be off by
 WARM_UPS = 2
+LESSON = 70.0  # percent: a budget whose first steps correct the prices of ops before plans are made that run
+LESSONS = 6  # of these steps
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,23 @@ def compare(
     rounds: int = 0,
     time_limit: float,
     costs: CostsFrom = "measured",
+    place: str = DISK,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Cell]:
-    """Plan a target in all ways within each budget; with rounds, run the plans by turns beside eager."""
+    """Plan a target in all ways within each budget; with rounds, run the plans by turns beside eager.
+
+    `place` is this disk, or one of `offload.RATES` that stands in for another; state and parameters stay here then.
+    """
+    device = CPU if place == DISK else throttled(RATES[place])
+    lanes = () if place == DISK else measure_lanes(device, "disk", cache=False)
+    if rounds and costs == "measured":
+        say(f"{target}: taking steps that correct prices")
+        _teach(target, time_limit)
     captured = capture(*build(target))
 
     def price(graph: Graph) -> Costs:
-        return with_lanes(graph, roofline(graph) if costs == "roofline" else measure(graph))
+        known = with_lanes(graph, roofline(graph) if costs == "roofline" else measure(graph))
+        return replace(known, lanes=lanes, staging=device.staging) if lanes and known.lanes else known
 
     cells = []
     for percent in percents:
@@ -117,7 +134,8 @@ def compare(
                 graph, known, budget, method=method, time_limit=limit, explain=effort.explain, clock=bool(rounds)
             )
 
-        for way, (method, away) in WAYS.items():
+        for way, (method, copies) in WAYS.items():
+            away = Away("disk", lasting="disk" in device.homes) if copies else None
             say(f"{target}: planning {way} within {percent:g}%")
             begun = perf_counter()
             try:
@@ -133,14 +151,23 @@ def compare(
             moved={way: _moved(choice) for way, choice in choices.items()},
             searched=searched,
         )  # fmt: skip
-        cells.append(_raced(cell, choices, rounds, say) if rounds else cell)
+        cells.append(_raced(cell, choices, rounds, device, say) if rounds else cell)
     return cells
+
+
+def _teach(target: str, time_limit: float) -> None:
+    """Take the first steps within another budget, which correct prices as for every later plan."""
+    step, model, optimizer, example = build(target)
+    with suppress(BudgetError):
+        train = fit(step, model, optimizer, example=example, budget=f"{LESSON}%", time_limit=time_limit)
+        for _ in range(LESSONS):
+            train(*example)
 
 
 class _Racer:
     """A model of its own that takes steps in one way, with random numbers of its own."""
 
-    def __init__(self, target: str, choice: Choice | None) -> None:
+    def __init__(self, target: str, choice: Choice | None, device: Device) -> None:
         torch.manual_seed(0)
         step, self.model, self.optimizer, self.example = build(target)
         self.random = torch.get_rng_state()
@@ -150,7 +177,7 @@ class _Racer:
         else:
             captured: Captured = capture(step, self.model, self.optimizer, self.example)
             captured = replace(captured, graph=choice.graph)
-            self.runner = execute(captured, choice.plan.program, choice.costs.nbytes)
+            self.runner = execute(captured, choice.plan.program, choice.costs.nbytes, device=device)
             self._run = lambda: self.runner(*self.example) if self.runner is not None else None
         self.digest = b""
 
@@ -170,9 +197,9 @@ class _Racer:
         return blake2b(b"".join(map(digest, tensors)), digest_size=8).digest()
 
 
-def _raced(cell: Cell, choices: dict[str, Choice], rounds: int, say: Callable[[str], None]) -> Cell:
-    eager = _Racer(cell.target, None)
-    racers = {way: _Racer(cell.target, choice) for way, choice in choices.items()}
+def _raced(cell: Cell, choices: dict[str, Choice], rounds: int, device: Device, say: Callable[[str], None]) -> Cell:
+    eager = _Racer(cell.target, None, device)
+    racers = {way: _Racer(cell.target, choice, device) for way, choice in choices.items()}
     times: dict[str, list[float]] = {way: [] for way in racers}
     for number in range(WARM_UPS + rounds):
         say(f"{cell.target} within {cell.percent:g}%: round {number + 1} of {WARM_UPS + rounds}")

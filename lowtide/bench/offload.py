@@ -126,6 +126,7 @@ class Outcome:
     measured: dict[str, float]  # the same, the median of all rounds
     chose: dict[str, str]  # by joint plans: recompute, offload or both
     alike: dict[str, str]  # joint plans that are one of the others, too
+    strayed: bool  # whether a step held more than its budget, or allocated otherwise than planned
 
     @property
     def chosen(self) -> str:
@@ -233,6 +234,7 @@ def outcome(case: Case, place: Place) -> Outcome:
         measured=measured,
         chose={way: _chosen(trial.plans[way]) for way in ("first", "joint")},
         alike=trial.alike,
+        strayed=any(one.mismatches or (one.peak or 0) > trial.budget for one in trial.runners.values()),
     )
 
 

@@ -28,15 +28,16 @@ class Flight:
     target: int  # address
     source: int
     nbytes: int
-    held: torch.Tensor  # until it was waited for
+    held: dict[Flight, torch.Tensor]  # of all copies: what is read or filled, until it was waited for
     wanted: bool = True
     asked: float = field(default_factory=time.perf_counter)  # when, in seconds
     seconds: float | None = None  # that it took
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
-        """Return when the copy is done."""
+        """Return when the copy is done; the step may free its tensor then, and nobody else holds it."""
         self.done.wait()
+        self.held.pop(self, None)
 
 
 class Throttled:
@@ -49,7 +50,7 @@ class Throttled:
         self._memory = mmap.mmap(-1, max(1, nbytes))
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._queues: dict[Direction, queue.SimpleQueue[Flight | None]] = {}
-        self._flights: list[Flight] = []
+        self._flights: dict[Flight, torch.Tensor] = {}
 
     def grow(self, nbytes: int) -> None:
         """No copy here needs more than was planned."""
@@ -67,9 +68,8 @@ class Throttled:
         """Give up copies that have not begun, and return when none runs."""
         for flight in self._flights:
             flight.wanted = False
-        for flight in self._flights:
+        for flight in list(self._flights):
             flight.wait()
-        self._flights.clear()
 
     def resident(self) -> int:
         """It stands in for a disk: what it holds in memory does not count."""
@@ -86,9 +86,8 @@ class Throttled:
             self._queues[direction] = jobs
             threading.Thread(target=_work, args=(jobs, self.rate), daemon=True).start()
             weakref.finalize(self, jobs.put, None)
-        self._flights = [flight for flight in self._flights if not flight.done.is_set()]
-        flight = Flight(target, source, len(tensor), tensor)
-        self._flights.append(flight)
+        flight = Flight(target, source, len(tensor), self._flights)
+        self._flights[flight] = tensor
         self._queues[direction].put(flight)
         return flight
 

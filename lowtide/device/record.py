@@ -83,6 +83,7 @@ class Device:
     meter: Callable[[], AbstractContextManager[Meter]]  # counts bytes
     generator: Callable[[], torch.Generator]  # that ops draw from
     clock: Callable[[], float]  # seconds
+    delay: Callable[[], float]  # seconds in all that threads of this process stood still while others had their core
     synchronise: Callable[[], None]  # returns when all that was asked of the device is done
     stores: Mapping[Place, Open]  # the places that values can go to from here, the nearest first
     homes: Mapping[Place, Callable[[str | os.PathLike[str] | None], Homes]]  # places that inputs can live in

@@ -10,7 +10,10 @@ from statistics import fmean, median
 from lowtide.device import Device
 from lowtide.program import Copy, Program, Run
 
-STEPS = 3  # that are timed, after one more that nobody counts; other processes may stall some of them
+STEPS = 3  # that are timed, after one more that nobody counts
+CALM = 0.02  # of a step: where its threads wait longer for their cores, others had these, and nothing is learned
+WAKING = 1e-3  # seconds: threads that wake up wait a little on a calm machine, too
+PATIENCE = 12  # steps that are watched at most; on a machine that is never calm the quickest of them have to do
 PROBES = 1000  # to find out what it takes to look at the clock
 RECENT = 15  # steps whose time is kept
 
@@ -20,8 +23,14 @@ class Stopwatch:
 
     def __init__(self, cursor: array[int], device: Device) -> None:
         self._cursor, self._device = cursor, device
+        self._delay = device.delay()
         self.numbers: list[int] = []  # of instructions
         self.begun: list[float] = []  # seconds, by the device's clock
+
+    @property
+    def delay(self) -> float:
+        """The seconds that threads have waited for a core since this was made."""
+        return self._device.delay() - self._delay
 
     def __getitem__(self, place: int) -> int:
         return self._cursor[place]
@@ -38,47 +47,57 @@ class Timings:
 
     def __init__(self, program: Program, device: Device) -> None:
         self._program, self._device = program, device
-        self._runs: defaultdict[int, list[float]] = defaultdict(list)  # instruction -> its seconds in each timed step
-        self._timed: list[float] = []  # seconds of each timed step
+        self._calm: list[tuple[float, dict[int, float]]] = []  # of each timed step its seconds, by instruction, too
+        self._disturbed: list[tuple[float, dict[int, float]]] = []  # the same of those in which others had its cores
         self._recent: list[float] = []  # seconds of the last steps
+        self._watched = 0  # steps
         copies = any(isinstance(one, Copy) for one in program.instructions)  # ops wait for them: that is not their time
-        self.left = 0 if copies else STEPS + 1
+        self.left = 0 if copies else STEPS  # timed steps to come
 
     def watch(self, cursor: array[int]) -> Stopwatch | None:
         """What stands in for the cursor in a step whose ops are timed; None: they are not."""
         return Stopwatch(cursor, self._device) if self.left else None
 
     def note(self, seconds: float, watch: Stopwatch | None) -> None:
-        """After a step in the arena that took so long: what its ops took."""
+        """After a step in the arena that took so long: what its ops took, unless other processes had its cores."""
         if watch is None:
             self._recent = [*self._recent[1 - RECENT :], seconds]
             return
-        self.left -= 1
-        if self.left == STEPS:
+        end, delay, look = self._device.clock(), watch.delay, self._look()
+        self._watched += 1
+        if self._watched == 1:
             return
-        look = self._look()
-        ends = [*watch.begun[1:], self._device.clock()]
-        for number, begun, end in zip(watch.numbers, watch.begun, ends, strict=True):
-            self._runs[number].append(max(0.0, end - begun - look))
-        self._timed.append(seconds - look * len(watch.numbers))
+        spent = seconds - look * len(watch.numbers)
+        ends = [*watch.begun[1:], end]
+        runs = {n: max(0.0, u - b - look) for n, b, u in zip(watch.numbers, watch.begun, ends, strict=True)}
+        if delay <= max(WAKING, CALM * seconds):
+            self._calm.append((spent, runs))
+            self.left -= 1
+        else:
+            self._disturbed.append((spent, runs))
+            self.left = 0 if self._watched >= PATIENCE else self.left
 
     @property
     def step(self) -> float | None:
         """The seconds of a step, the median of the last ones; None before the first."""
-        known = self._recent or self._timed
+        known = self._recent or [spent for spent, _ in (*self._calm, *self._disturbed)]
         return median(known) if known else None
 
     @property
     def ops(self) -> Mapping[int, float] | None:
-        """For each op its seconds in a step, with its part of what a step does beside ops; None: not known yet."""
-        if self.left or not self._timed:
+        """For each op its seconds in a step, with its part of what a step does beside ops; None: not known yet.
+
+        Where other processes had its cores in all of many steps, it is the least of these.
+        """
+        steps = self._calm or self._disturbed
+        if self.left or not steps:
             return None
         found: defaultdict[int, list[float]] = defaultdict(list)
         for number, run in enumerate(self._program.instructions):
             if isinstance(run, Run):
-                found[run.op].append(min(self._runs[number]))
-        total = sum(map(sum, found.values()))
-        return {op: min(self._timed) / total * fmean(seconds) for op, seconds in found.items()} if total > 0 else {}
+                found[run.op].append(min(runs[number] for _, runs in steps))
+        total, least = sum(map(sum, found.values())), min(spent for spent, _ in steps)
+        return {op: least / total * fmean(seconds) for op, seconds in found.items()} if total > 0 else {}
 
     def _look(self) -> float:
         """The seconds that it takes to note when an instruction begins."""

@@ -78,8 +78,15 @@ def with_lanes(
 
 
 def corrected(lanes: Sequence[Lane], steps: Sequence[Sequence[Transfer]]) -> tuple[Lane, ...]:
-    """The lanes with the bytes a second that copies had in these steps; those that copied little stay as they are."""
-    return tuple(replace(lane, rate=_rate(lane, steps) or lane.rate) for lane in lanes)
+    """The lanes with the bytes a second that copies had in these steps; those that copied little stay as they are.
+
+    What a byte takes from compute is the same at any rate, so that a slower copy takes a smaller part of it for longer.
+    """
+    rates = [_rate(lane, steps) or lane.rate for lane in lanes]
+    return tuple(
+        replace(lane, rate=rate, takes=lane.takes if rate == lane.rate else _part(lane.takes * rate / lane.rate))
+        for lane, rate in zip(lanes, rates, strict=True)
+    )
 
 
 def correct_lanes(
@@ -141,7 +148,8 @@ def _measure(
                 samples.append((size, _seconds(device, _copy(store, direction, source[:size]))))
                 tell()
             latency, rate = fit(samples)
-            found.append(Lane(place, direction, latency, rate, _takes(device, store, direction, source, rate)))
+            rate, takes = _beside(device, store, direction, source, (latency, rate))
+            found.append(Lane(place, direction, latency, rate, takes))
             tell()
     finally:
         store.settle()
@@ -149,8 +157,8 @@ def _measure(
     return tuple(found)
 
 
-def _copy(store: Store, direction: Direction, tensor: torch.Tensor) -> Callable[[], Flight]:
-    return lambda: store.write(0, tensor) if direction == "out" else store.read(0, tensor)
+def _copy(store: Store, direction: Direction, tensor: torch.Tensor, offset: int = 0) -> Callable[[], Flight]:
+    return lambda: store.write(offset, tensor) if direction == "out" else store.read(offset, tensor)
 
 
 def _seconds(device: Device, start: Callable[[], Flight]) -> float:
@@ -164,19 +172,35 @@ def _seconds(device: Device, start: Callable[[], Flight]) -> float:
     return median(times)
 
 
-def _takes(device: Device, store: Store, direction: Direction, tensor: torch.Tensor, rate: float) -> float:
-    """The part of compute's speed that is gone while copies run: of a product and of an op on each element."""
-    work, piece = _work(), tensor[:PIECE]
-    copies = max(2, round(1.5 * BESIDE * rate / len(piece)))
-    parts = []
+def _beside(
+    device: Device, store: Store, direction: Direction, tensor: torch.Tensor, alone: tuple[float, float]
+) -> tuple[float, float]:
+    """Bytes a second beside computation, and the part of compute's speed that is gone meanwhile.
+
+    Both belong together: beside compute a copy is slower than alone, by half where it is the processor that copies.
+    Computed are a product and an op on each element; larger products and convolutions lose about as much (0062).
+    """
+    work, (latency, usual) = _work(), alone
+    pieces = [(start, tensor[start : start + PIECE]) for start in range(0, len(tensor), PIECE)]  # not from the caches
+    copies = max(2, round(1.5 * BESIDE * usual / len(pieces[0][1])))
+    parts, rates = [], []
     for _ in range(TURNS):  # by turns: what else the machine does passes over both
-        alone = _speed(device, work, BESIDE)
-        flights = [_copy(store, direction, piece)() for _ in range(copies)]
-        beside = _speed(device, work, BESIDE)
+        undisturbed = _speed(device, work, BESIDE)
+        chosen = [pieces[number % len(pieces)] for number in range(copies)]
+        flights = [_copy(store, direction, piece, start)() for start, piece in chosen]
+        disturbed = _speed(device, work, BESIDE)
+        # A copy that is not done yet has no seconds.
+        done = [(len(piece), one.seconds) for one, (_, piece) in zip(flights, chosen, strict=True) if one.seconds]
         store.settle()  # what is still to come is not needed
         del flights
-        parts.append(1 - beside / alone)
-    return min(MOST, max(LEAST, median(parts)))
+        parts.append(1 - disturbed / undisturbed)
+        if seconds := sum(taken for _, taken in done):
+            rates.append(sum(nbytes for nbytes, _ in done) / max(seconds / 2, seconds - len(done) * latency))
+    return median(rates) if rates else usual, _part(median(parts))
+
+
+def _part(takes: float) -> float:
+    return min(MOST, max(LEAST, takes))
 
 
 def _work() -> Callable[[], None]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import mmap
+import os
+import subprocess
+import sys
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from torch import nn
 import lowtide
 from lowtide import models
 from lowtide.device import CPU
-from lowtide.execute.timings import STEPS, Timings
+from lowtide.execute.timings import PATIENCE, STEPS, Timings
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
 from lowtide.measure.book import Book
@@ -345,6 +350,7 @@ def test_the_first_steps_of_a_fitted_step_time_its_ops(monkeypatch: pytest.Monke
     told: list[dict[int, float]] = []
     maker = importlib.import_module("lowtide.fit.make")
     monkeypatch.setattr(maker, "correct", lambda graph, costs, seconds: told.append(dict(seconds)))
+    monkeypatch.setattr(importlib.import_module("lowtide.execute.timings"), "WAKING", math.inf)  # calm or not
     train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0.1)
     for _ in range(10):
         train(*example)
@@ -358,7 +364,7 @@ def test_the_clock_of_a_step_is_divided_among_its_ops() -> None:
     graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
     program = lowtide.keep_everything(graph)
     now = [0.0]
-    timings = Timings(program, dataclasses.replace(CPU, clock=lambda: now[0]))
+    timings = Timings(program, dataclasses.replace(CPU, clock=lambda: now[0], delay=lambda: 0.0))
     runs = [number for number, one in enumerate(program.instructions) if isinstance(one, Run)]
     for step in range(STEPS + 1):
         watch = timings.watch(array("q", [0]))
@@ -381,6 +387,50 @@ def test_the_clock_of_a_step_is_divided_among_its_ops() -> None:
     assert timings.step == pytest.approx(sum(least) + len(runs) + 1.0), "the median of the timed steps"
     timings.note(0.5, None)
     assert timings.step == 0.5
+
+
+def _steps(timings: Timings, now: list[float], seconds: Sequence[float], waited: list[float]) -> None:
+    """Steps that take so long in their only watched instruction, a part of it without a core."""
+    for taken in seconds:
+        watch = timings.watch(array("q", [0]))
+        assert watch is not None
+        watch[0] = 0
+        now[0] += taken
+        waited[0] += max(0.0, taken - 1.0)
+        timings.note(taken, watch)
+
+
+def test_a_step_whose_cores_others_had_teaches_only_where_all_are_such() -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    whole = lowtide.keep_everything(graph)
+    program = dataclasses.replace(whole, instructions=whole.instructions[:1])
+    now, waited = [0.0], [0.0]
+    device = dataclasses.replace(CPU, clock=lambda: now[0], delay=lambda: waited[0])
+    timings = Timings(program, device)
+    _steps(timings, now, [1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.01], waited)  # the first is never counted
+    assert timings.watch(array("q", [0])) is None
+    assert timings.ops == {0: pytest.approx(1.0)}
+    disturbed = Timings(program, device)
+    _steps(disturbed, now, [1.0, 2.0, 1.5, *[2.0] * (PATIENCE - 3)], waited)
+    assert disturbed.watch(array("q", [0])) is None, "nobody waits for a calm one any longer"
+    assert disturbed.ops == {0: pytest.approx(1.5)}
+    assert disturbed.step == 2.0
+
+
+def test_threads_that_share_a_core_wait_for_it() -> None:
+    cores = os.sched_getaffinity(0)
+    before = CPU.delay()
+    os.sched_setaffinity(0, {min(cores)})
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, cores)
+    assert CPU.delay() - before > 0.05
 
 
 def test_what_was_touched_long_ago_is_known_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -26,6 +27,7 @@ from twins import assert_exact, everything, same
 
 import lowtide
 from lowtide import device, models
+from lowtide.bench.throttle import throttled
 from lowtide.check import check
 from lowtide.costs import declared
 from lowtide.device import disk
@@ -433,3 +435,17 @@ def test_a_child_opens_its_own_file() -> None:
     os.waitpid(child, 0)
     expected = repr(float(train(*example)))
     assert found == expected
+
+
+@pytest.mark.parametrize("opened", [Disk, throttled(1e9).stores["disk"]], ids=["disk", "throttled"])
+def test_nobody_holds_a_tensor_once_its_copy_was_waited_for(opened: Callable[[int, None], Any]) -> None:
+    store = opened(2 * BLOCK, None)
+    tensor = torch.ones(BLOCK, dtype=torch.uint8)
+    out = store.write(0, tensor)
+    out.wait()
+    back = store.read(0, tensor)
+    back.wait()
+    known = weakref.ref(tensor)
+    del tensor
+    assert known() is None, "a step that frees it gets its bytes back"
+    store.close()

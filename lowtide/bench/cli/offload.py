@@ -45,7 +45,10 @@ def offload(
     if run or models or targets:
         everything = [SMALL[entry.name] if small else entry.name for entry in catalog()]
         chosen = targets or (joint.EXECUTED if run else everything)
-        finish([_models(chosen, percents, time_limit, rounds if run else 0)], as_json, markdown)
+        place, *others = _names(places) or [offloads.DISK]
+        if others:
+            raise UsageError("models are planned for one place at a time.", hint=f'say --places "{place}".')
+        finish([_models(chosen, percents, time_limit, rounds if run else 0, place)], as_json, markdown)
     else:
         finish([_values(_names(places))], as_json, markdown)
 
@@ -78,7 +81,7 @@ def _values(places: Sequence[str]) -> Part:
             "cheaper": one.cheaper,
             "tie": one.tie(tolerance),
             "right": one.right("joint", tolerance),
-            "ok": True,  # all of them together are judged
+            "ok": not one.strayed,  # right or wrong, all of them together are judged
         }
         for one in found
     ]
@@ -142,6 +145,7 @@ def _judged(found: Sequence[offloads.Outcome], tolerance: float) -> tuple[list[s
         + ", ".join(f"{way} would be right in {score(way, found):.1%} and {score(way, decided):.1%}" for way in wins),
         "chosen: " + ", ".join(f"{way} in {count}" for way, count in sorted(chosen.items())),
         f"the joint plan took at most {loss:+.1%} more than the cheaper way",
+        f"over the budget, or allocated otherwise than planned: {sum(one.strayed for one in found)}",
     ]
     ok = min(score("joint", found), score("joint", decided)) >= offloads.RIGHT and min(wins.values()) >= offloads.WINS
     return lines, ok and tolerance <= offloads.NOISE
@@ -150,7 +154,7 @@ def _judged(found: Sequence[offloads.Outcome], tolerance: float) -> tuple[list[s
 # ------------------------------------------------------------------------------------------------------------- models
 
 
-def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float, rounds: int) -> Part:
+def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float, rounds: int, place: str) -> Part:
     """The plans of each target, and their steps where they are to run."""
 
     def one(target: str) -> Row:
@@ -161,6 +165,7 @@ def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float
                 rounds=rounds,
                 time_limit=time_limit,
                 costs="measured" if rounds else "roofline",
+                place=place,
                 say=say,
             )
         cells = [{**asdict(cell), "gain": cell.gain, "missed": list(cell.missed)} for cell in found]
@@ -168,6 +173,7 @@ def _models(targets: Sequence[str], percents: Sequence[float], time_limit: float
 
     options = ["--budgets", ",".join(f"{percent:g}" for percent in percents), "--time-limit", str(time_limit)]
     options += ["--run", "--rounds", str(rounds)] if rounds else ["--models"]
+    options += [] if place == offloads.DISK else ["--places", place]
     rows = rows_of("offload", targets, one, *options, key="models")
     cells = [
         [row["target"] if number == 0 else "", *_cell(cell)]
