@@ -36,8 +36,10 @@ from lowtide.plan.settings import (
     SMALL_GRAPH_STATES,
     STRETCH_GAP,
     TIME_LIMIT,
+    WINDOW_SHARE,
 )
 from lowtide.plan.stretches import stretches
+from lowtide.plan.windows import Window, in_windows, windows
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
@@ -64,6 +66,7 @@ class Planning:
         self.time_limit, self.seed, self.progress = time_limit, seed, progress
         self.arrays: Problem = problem(all_on_device(graph), costs)  # of programs without copies
         self.elsewhere = lives_elsewhere(graph)
+        self.inside: dict[bytes, Planning] = {}  # of windows that are unlike each other
         self.prepared: dict[str, Callable[[int | None], Ints | None]] = {}
 
     @cached_property
@@ -128,6 +131,8 @@ class Planning:
             if budget is None or self._fits(program, budget):
                 return program, 0.0
         assert budget is not None
+        if (program := self._in_windows(budget)) is not None:
+            return program, 0.0
         still = [one.program for one in known if not one.program.copies]
         found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
         return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
@@ -143,6 +148,50 @@ class Planning:
         until = time.monotonic() + limit
         found, _ = self._within(arrays, [*starts, *orders], budget - self.costs.staging, 0.0, limit, until)
         return min((*programs, *([found] if found is not None else [])), key=self._seconds, default=None)
+
+    @cached_property
+    def windows(self) -> list[Window]:
+        """Pieces of the order that are steps of their own, many of them alike; none where it has no such pieces."""
+        return [] if self.elsewhere else windows(self.arrays, self.order)
+
+    def _joined(self, budget: int, find: Callable[[Planning, int], Ints | None]) -> Ints | None:
+        """What is found for each window within the budget, one after the other; None where something does not fit."""
+
+        def plan(window: Window, left: int) -> Ints | None:
+            if window.signature not in self.inside:
+                limit = self.time_limit * WINDOW_SHARE
+                self.inside[window.signature] = Planning(window.graph, window.costs, time_limit=limit, seed=self.seed)
+            return find(self.inside[window.signature], left)
+
+        found = in_windows(self.windows, budget, plan)
+        return found if found is not None and self.arrays.allows(found) else None
+
+    def _in_windows(self, budget: int) -> Program | None:
+        """A program whose windows are planned one by one, with identical ones run alike; None where there are none."""
+        target = budget
+        for _ in range(ARENA_ATTEMPTS if self.windows else 0):
+            sequence = self._joined(target, Planning._sequence)
+            if sequence is None:
+                return None
+            program = self._finish(self.arrays, sequence, budget)
+            excess = simulate(self.graph, self.costs, program).peak - budget
+            if excess <= 0:
+                return program
+            target = min(target, self.arrays.peak(sequence)) - max(1, int(ARENA_STEP * excess))
+        return None
+
+    def _sequence(self, budget: int) -> Ints | None:
+        """The quickest sequence within the budget that is found; it has no offsets."""
+        for order in (self.order, self.one_shot):
+            if self.arrays.peak(order) <= budget:
+                return order
+        own, begun = budget - self.arrays.persistent, time.monotonic()
+        bound, gate = bound_alone(self.gates, own)
+        if bound == float("inf"):
+            return None
+        starts = [*self._chains(budget), self.order, *self._holding(own, gate)]
+        lead, limit = self._lead(budget, bound), self.time_limit
+        return self._recompute(self.arrays, starts, budget, bound, limit, begun + limit, lead)
 
     def least(self) -> Plan:
         """The plan with the least peak that is found, whatever time it takes."""
@@ -168,6 +217,8 @@ class Planning:
             and (found := least_peak(self.arrays, limit=SMALL_GRAPH_STATES)).sequence is not None
         ):
             return found.sequence
+        if self.windows and (found := self._joined(0, lambda inside, _: inside._lowest_sequence)) is not None:
+            return min(found, self.order, self.one_shot, key=self.arrays.peak)
         own = floor(self.arrays)[0] - self.arrays.persistent
         starts = [self.order, self.one_shot, *self._holding(own)]
         if library() is None:  # shaving is too slow to go far from where it starts
