@@ -6,48 +6,44 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 from lowtide import device as devices
 from lowtide.budget import read_budget
+from lowtide.candidates import ELSEWHERE, WORTH, Choice, Chooser, Say, Search, eager_peak, eager_step, least_of
 from lowtide.check import check
 from lowtide.costs import Costs, lanes
 from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.measure import roofline
-from lowtide.plan import as_eager, least
+from lowtide.plan import least
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload, seen_after
+from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload, seen_after
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
-from lowtide.simulate import simulate
 
-AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
-ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
+__all__ = [
+    "ELSEWHERE",
+    "EXACTLY",
+    "FREE",
+    "Away",
+    "Choice",
+    "Leave",
+    "Offload",
+    "choose",
+    "eager_peak",
+    "eager_step",
+    "given",
+    "judged",
+]
+
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
-WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
-
-Search = Callable[[Graph, Costs, int, float], Plan]  # graph, costs, eager's peak, and the part of the time that it has
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan, and what it is a plan of."""
-
-    graph: Graph  # with its optional ops
-    costs: Costs
-    plan: Plan  # which says what rewrites led from the captured graph to this one
-    eager_peak: int  # bytes, predicted; eager's layers are whole
-
-    @property
-    def chunks(self) -> int:
-        """Into how many recurrent layers are cut in time; 1: they are whole."""
-        return next((int(one.setting or 1) for one in self.plan.rewrites if one.name == "chunks"), 1)
 
 
 @dataclass(frozen=True)
@@ -160,14 +156,25 @@ class Leave:
         then = replace(self, resized=sizes)
         return first + [rungs[0] for name in names if not _is_alike(name) and (rungs := then.rungs(seen, name))]
 
-    def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
-        """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
-        found: list[tuple[Rewrite, ...]] = [()]
+    def levels(self, graph: Graph) -> list[list[tuple[Rewrite, ...]]]:
+        """What loses more, if allowed: nothing first, then one technique after the other besides those before.
+
+        At each level the mildest settings come first, and of two techniques the one that is taken later is spared more.
+        """
+        found: list[list[tuple[Rewrite, ...]]] = [[()]]
+        taken: list[list[Rewrite]] = []
         for name in self.allowed.lossy:
-            before = found[-1]
-            for rung in self.rungs(graph, name):
-                found.append((*(one for one in before if one.name != _replaced(name)), rung))
+            rungs = self.rungs(graph, name)
+            if rungs:
+                taken = [*(before for before in taken if before[0].name != _replaced(name)), rungs]
+                found.append([row[::-1] for row in product(*reversed(taken))])
         return found
+
+    def milder(self, graph: Graph, one: Rewrite) -> tuple[Rewrite, ...]:
+        """What a technique can be replaced by that changes less: the one that it took the place of, or nothing."""
+        before = named(_replaced(one.name))
+        allowed = before is not None and before.name in self.allowed
+        return (before.by(one.setting),) if before is not None and allowed else ()
 
     def rungs(self, graph: Graph, name: str) -> list[Rewrite]:
         """A technique with the settings to try, the mildest first; nothing where it is not allowed, or not there."""
@@ -196,22 +203,6 @@ def _replaced(name: str) -> str:
     return "" if one is None else one.instead_of
 
 
-def eager_step(
-    captured: Graph, planned: Graph, rewrites: Iterable[Rewrite], costs: Costs, price: Callable[[Graph], Costs]
-) -> tuple[Graph, Costs]:
-    """The step as eager runs it, with its costs: the planned one, or the captured one where rewrites changed that."""
-    if not {rewrite.name for rewrite in rewrites} - AS_EAGER:
-        return planned, costs
-    whole = apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
-    return whole, price(whole)
-
-
-def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
-    """The bytes that eager needs for a captured step, predicted; it makes the second runs that plans do without."""
-    whole, priced = eager_step(captured, rewritten.graph, rewritten.rewrites, costs, price)
-    return simulate(whole, priced, as_eager(whole)).peak
-
-
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
@@ -220,6 +211,7 @@ def choose(
     leave: Leave = EXACTLY,
     away: Away | None = None,
     could: Away | None = None,
+    say: Say = lambda words: None,
 ) -> Choice:
     """The quickest plan of a captured graph, with the least that must be allowed.
 
@@ -229,12 +221,12 @@ def choose(
     """
     if away is None:
         try:
-            return _choose(graph, price, search, leave)
+            return _choose(graph, price, search, leave, say=say)
         except BudgetError as error:
             raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
     rungs = away.homes(graph)
     try:
-        best = _choose(graph, price, search, leave, away.rewrites())
+        best = _choose(graph, price, search, leave, away.rewrites(), say=say)
     except BudgetError as failure:
         best, least = None, failure
     if best is not None and best.plan.overhead <= WORTH:
@@ -247,7 +239,7 @@ def choose(
         except BudgetError as failure:
             if best is not None:
                 break
-            raise min(least, failure, key=_least) from None
+            raise min(least, failure, key=least_of) from None
         if best is not None and found.plan.seconds >= best.plan.seconds:
             break
         best = found
@@ -263,70 +255,19 @@ def _choose(
     leave: Leave,
     besides: tuple[Rewrite, ...] = (),
     part: float = 1.0,
+    say: Say = lambda words: None,
 ) -> Choice:
     """The quickest plan of a captured graph, with the fewest lossy techniques with which any fits."""
-    chooser = _Chooser(graph, price, search, leave, part)
-    for lossy in leave.lossies(graph):
-        for mild in leave.after(graph, lossy):
-            if chooser.take((*mild, *lossy, *besides)):
-                break
-        if chooser.best is not None:
-            return chooser.best
+    chooser = Chooser(graph, price, search, leave, part, say)
+    first, *levels = leave.levels(graph)
+    chooser.exactly(leave.after(graph, first[0]), besides)
+    for level in levels:
+        if chooser.best is None:
+            chooser.lossily(level, besides)
+    if chooser.best is not None:
+        return chooser.best
     assert chooser.failure is not None
     raise _with_hint(chooser.failure, graph, leave)
-
-
-class _Chooser:
-    """Plans one candidate after another, and keeps the best."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        price: Callable[[Graph], Costs],
-        search: Search,
-        leave: Leave,
-        part: float,
-    ) -> None:
-        self.graph, self.price, self.search, self.leave, self.part = graph, price, search, leave, part
-        self.best: Choice | None = None
-        self.failure: BudgetError | None = None  # the one with the least peak
-        self.eager: int | None = None  # bytes
-
-    def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
-        """Plan the graph after these passes; whether nothing that changes more can be better."""
-        rewritten = self.leave.apply(self.graph, rewrites)
-        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
-        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
-            return False  # a technique found nothing to do here: the same was planned without it
-        if any(one.resizes for one in PASSES if one.name in {done.name for done in rewrites}) and self.hopeless(
-            candidate
-        ):
-            return False
-        costs = self.price(candidate)
-        if self.eager is None:
-            self.eager = eager_peak(self.graph, rewritten, costs, self.price)
-        best = self.best
-        if best is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= best.plan.seconds:
-            return False  # slower, even if nothing runs twice
-        try:
-            found = replace(self.search(candidate, costs, self.eager, self.part), rewrites=rewritten.rewrites)
-        except BudgetError as error:
-            self.failure = min(self.failure or error, error, key=_least)
-            return False
-        whole = best is not None and exactness(best.plan.rewrites) == "bitwise"
-        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
-        if found.seconds < limit:
-            self.best = Choice(candidate, costs, found, self.eager)
-        return exact and found.seconds <= found.base_seconds * (1 + WORTH)  # too little is left to save
-
-    def hopeless(self, graph: Graph) -> bool:
-        """Whether one op alone needs more than the budget that others failed to keep, whatever is measured inside."""
-        budget = None if self.failure is None else self.failure.budget
-        return budget is not None and floor(problem(graph, roofline(graph)))[0] > budget
-
-
-def _least(error: BudgetError) -> float:
-    return float("inf") if error.least is None else error.least
 
 
 def _with_hint(failure: BudgetError, graph: Graph, leave: Leave) -> BudgetError:

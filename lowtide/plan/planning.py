@@ -131,10 +131,11 @@ class Planning:
             if budget is None or self._fits(program, budget):
                 return program, 0.0
         assert budget is not None
-        if (program := self._in_windows(budget)) is not None:
-            return program, 0.0
         still = [one.program for one in known if not one.program.copies]
-        found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
+        if self.windows:
+            found, bound = self._in_windows(budget), 0.0
+        else:
+            found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
         return min((*still, *([found] if found is not None else [])), key=self._seconds, default=None), bound
 
     def _with_copies(self, arrays: Problem, budget: int | None, known: Iterable[Program | None]) -> Program | None:
@@ -217,8 +218,8 @@ class Planning:
             and (found := least_peak(self.arrays, limit=SMALL_GRAPH_STATES)).sequence is not None
         ):
             return found.sequence
-        if self.windows and (found := self._joined(0, lambda inside, _: inside._lowest_sequence)) is not None:
-            return min(found, self.order, self.one_shot, key=self.arrays.peak)
+        if self.windows and (joined := self._joined(0, lambda inside, _: inside._lowest_sequence)) is not None:
+            return min(joined, self.order, self.one_shot, key=self.arrays.peak)
         own = floor(self.arrays)[0] - self.arrays.persistent
         starts = [self.order, self.one_shot, *self._holding(own)]
         if library() is None:  # shaving is too slow to go far from where it starts

@@ -225,5 +225,3 @@ class _Writer:
                     restore=tuple(places[op] for op in row.restore),
                     instead=tuple((places[one], places[other]) for one, other in row.instead),
                 )
-
-
