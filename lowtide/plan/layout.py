@@ -229,8 +229,12 @@ def pack(
     buffers: Buffers, *, enough: int = 0, steps: int = LAYOUT_STEPS, until: float = math.inf, seed: int = 0
 ) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
-    if len(buffers.nbytes) > APART and (apart := _apart(buffers, enough, steps, until, seed)) is not None:
-        return apart
+    apart = _apart(buffers, enough, steps, until, seed) if len(buffers.nbytes) > APART else None
+    return _together(buffers, enough, steps, until, seed) if apart is None else apart
+
+
+def _together(buffers: Buffers, enough: int, steps: int, until: float, seed: int) -> Ints:
+    """Offsets of all buffers, packed at once."""
     low = live = buffers.live
     step = buffers.alignment
     by_size = np.lexsort((buffers.first, -buffers.nbytes))
@@ -273,7 +277,7 @@ def _apart(buffers: Buffers, enough: int, steps: int, until: float, seed: int) -
         boxes = buffers.only(chosen)
         key = b"|".join(array.tobytes() for array in (boxes.first, boxes.last, boxes.nbytes))
         if key not in known:
-            known[key] = pack(boxes, enough=max(0, enough - bottom), steps=steps, until=until, seed=seed)
+            known[key] = _together(boxes, max(0, enough - bottom), steps, until, seed)
         offsets[chosen] = bottom + known[key]
         bottom = boxes.top(known[key]) if window < 0 else bottom
     return offsets

@@ -87,11 +87,11 @@ def _held(whole: Problem, order: Ints) -> Ints:
 
 
 def waists(held: Ints, most: int) -> list[int]:
-    """One place in each row of places at which few bytes are there: the one with the fewest."""
+    """One place in each row of places, inside, at which few bytes are there: the one with the fewest."""
     found = []
     low = np.flatnonzero(held <= most)
     for row in np.split(low, np.flatnonzero(np.diff(low) > 1) + 1):
-        if len(row) and row[0] > 0:
+        if len(row) and row[0] > 0 and row[-1] < len(held) - 1:
             found.append(int(row[held[row].argmin()]))
     return found
 
