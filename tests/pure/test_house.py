@@ -35,6 +35,7 @@ DOORS = {
     "__init__",
     "batch",
     "fit",
+    "candidates",
     "choice",
     "attach",
     "evaluation",
@@ -336,7 +337,7 @@ def fired(house: House) -> dict[str, list[str]]:
 
 
 ALLOWED = (
-    "__init__, attach, batch, bench, choice, cli, doctor, evaluation, fit, frameworks, handover, page, peaks, scan, "
+    "__init__, attach, batch, bench, candidates, choice, cli, doctor, evaluation, fit, frameworks, handover, page, peaks, scan, "
     "verify, wrap"
 )
 
