@@ -84,6 +84,7 @@ class Chooser:
         self.best: Choice | None = None
         self.failure: BudgetError | None = None  # the one with the least peak
         self.eager: int | None = None  # bytes
+        self.closed: set[tuple[str, ...]] = set()  # techniques that split, and are above the budget whatever is lost
         self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
         self.planned = 0  # ops of the graphs that were planned
 
@@ -136,6 +137,19 @@ class Chooser:
         budget = None if self.failure is None else self.failure.budget
         return budget is not None and floor(problem(graph, costs))[0] > budget
 
+    def close(self, harshest: tuple[Rewrite, ...]) -> None:
+        """Find the ways to split whose finest parts are above the budget even with all that may be lost."""
+        seen = set[tuple[str, ...]]()
+        for lossy in (harshest, self.leave.unalike(harshest)):  # some of it leaves other ways to split
+            for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
+                *_, mild = way
+                if IN_PARTS in names or names in seen:
+                    continue
+                seen.add(names)
+                candidate = self.leave.apply(self.graph, (*mild, *lossy)).graph
+                if self.above(candidate, roofline(candidate)):
+                    self.closed.add(names)
+
     def lossily(self, level: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these lossy techniques, each tuple with harsher settings than the one before.
 
@@ -157,8 +171,8 @@ class Chooser:
         """
         best: Choice | None = None
         begun = self.planned
-        for _, way in groupby(self.leave.after(self.graph, lossy), key=lambda mild: [one.name for one in mild]):
-            for mild in reversed([*way]):
+        for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
+            for mild in reversed([*way]) if names not in self.closed else ():
                 if best is not None and self.planned - begun > MANY_OPS:
                     return best
                 if self.hopeless((*mild, *lossy)):
@@ -219,3 +233,7 @@ class Chooser:
 def least_of(error: BudgetError) -> float:
     """The least peak that was reached where nothing fitted, in bytes."""
     return float("inf") if error.least is None else error.least
+
+
+def _names(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+    return tuple(one.name for one in rewrites)

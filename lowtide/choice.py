@@ -176,6 +176,10 @@ class Leave:
         allowed = before is not None and before.name in self.allowed
         return (before.by(one.setting),) if before is not None and allowed else ()
 
+    def unalike(self, rewrites: tuple[Rewrite, ...]) -> tuple[Rewrite, ...]:
+        """Those of them that the step at other sizes does not go through."""
+        return tuple(one for one in rewrites if not _is_alike(one.name))
+
     def rungs(self, graph: Graph, name: str) -> list[Rewrite]:
         """A technique with the settings to try, the mildest first; nothing where it is not allowed, or not there."""
         one = named(name)
@@ -261,6 +265,8 @@ def _choose(
     chooser = Chooser(graph, price, search, leave, part, say)
     first, *levels = leave.levels(graph)
     chooser.exactly(leave.after(graph, first[0]), besides)
+    if levels and chooser.best is None:
+        chooser.close(levels[-1][-1])
     for level in levels:
         if chooser.best is None:
             chooser.lossily(level, besides)
