@@ -88,10 +88,13 @@ class Chooser:
         self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
         self.planned = 0  # ops of the graphs that were planned
 
-    def exactly(self, milds: Iterable[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
+    def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
-        for mild in milds:
+        for number, mild in enumerate(milds):
             if self.take((*mild, *besides)):
+                break
+            if not number and self.best is None:  # nothing exact fits
+                self.best = self.split((), besides, milds[1:])
                 break
 
     def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
@@ -139,13 +142,10 @@ class Chooser:
 
     def close(self, harshest: tuple[Rewrite, ...]) -> None:
         """Find the ways to split whose finest parts are above the budget even with all that may be lost."""
-        seen = set[tuple[str, ...]]()
-        for lossy in (harshest, self.leave.unalike(harshest)):  # some of it leaves other ways to split
-            for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
-                *_, mild = way
-                if IN_PARTS in names or names in seen:
-                    continue
-                seen.add(names)
+        lossy = self.leave.unalike(harshest)
+        for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
+            *_, mild = way
+            if IN_PARTS not in names:
                 candidate = self.leave.apply(self.graph, (*mild, *lossy)).graph
                 if self.above(candidate, roofline(candidate)):
                     self.closed.add(names)
@@ -159,19 +159,24 @@ class Chooser:
         if self.hopeless(level[-1]):
             return
         for lossy in level:
-            self.best = self.split(lossy, besides)
+            milds = self.leave.after(self.graph, lossy)
+            if any(IN_PARTS in _names(mild) for mild in milds):  # which needs less than any other
+                milds = [mild for mild in milds if not mild or IN_PARTS in _names(mild)]
+            self.best = self.split(lossy, besides, milds)
             if self.best is not None:
                 self.relent(lossy, besides)
                 return
 
-    def split(self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...]) -> Choice | None:
-        """The quickest plan with these techniques and any way to split: of each way the finest parts come first.
+    def split(
+        self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...], milds: Sequence[tuple[Rewrite, ...]]
+    ) -> Choice | None:
+        """The quickest plan with these techniques and some way to split: of each way the finest parts come first.
 
         Coarser parts need more: none of them is tried where finer ones do not fit.
         """
         best: Choice | None = None
         begun = self.planned
-        for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
+        for names, way in groupby(milds, key=_names):
             for mild in reversed([*way]) if names not in self.closed else ():
                 if best is not None and self.planned - begun > MANY_OPS:
                     return best
