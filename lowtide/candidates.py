@@ -196,13 +196,12 @@ class Chooser:
             one = next((one for one in lossy[:-1] if one.name == name), None)
             if one is None:
                 continue
-            instead = self.leave.milder(self.graph, one)
-            fewer = tuple(new for old in lossy for new in (instead if old is one else (old,)))
-            if self.hopeless((*mild, *fewer)):
-                continue
-            found = self.attempt((*mild, *fewer, *besides))
-            if found is not None:
-                self.best, lossy = found, fewer
+            for instead in self.leave.milder(self.graph, one):
+                fewer = tuple(new for old in lossy for new in (instead if old is one else (old,)))
+                found = None if self.hopeless((*mild, *fewer)) else self.attempt((*mild, *fewer, *besides))
+                if found is not None:
+                    self.best, lossy = found, fewer
+                    break
 
     def hopeless(self, rewrites: tuple[Rewrite, ...]) -> bool:
         """Whether what persists and one matrix product or the like are above the budget, seen without many parts.

@@ -170,11 +170,9 @@ class Leave:
                 found.append([row[::-1] for row in product(*reversed(taken))])
         return found
 
-    def milder(self, graph: Graph, one: Rewrite) -> tuple[Rewrite, ...]:
-        """What a technique can be replaced by that changes less: the one that it took the place of, or nothing."""
-        before = named(_replaced(one.name))
-        allowed = before is not None and before.name in self.allowed
-        return (before.by(one.setting),) if before is not None and allowed else ()
+    def milder(self, graph: Graph, one: Rewrite) -> list[tuple[Rewrite, ...]]:
+        """What a technique may be replaced by that changes less: the one that it took the place of, or else nothing."""
+        return [(rung,) for rung in self.rungs(graph, _replaced(one.name))] or [()]
 
     def unalike(self, rewrites: tuple[Rewrite, ...]) -> tuple[Rewrite, ...]:
         """Those of them that the step at other sizes does not go through."""
