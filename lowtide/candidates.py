@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
-from lowtide.graph import Graph, Op
+from lowtide.graph import Graph
 from lowtide.kernels import is_product
 from lowtide.measure import roofline
 from lowtide.plan import as_eager
@@ -86,6 +87,7 @@ class Chooser:
         self.eager: int | None = None  # bytes
         self.closed: set[tuple[str, ...]] = set()  # techniques that split, and are above the budget whatever is lost
         self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
+        self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by the parts in which it runs
         self.planned = 0  # ops of the graphs that were planned
 
     def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
@@ -125,6 +127,7 @@ class Chooser:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
         if quicker is not None and sum(costs.seconds[op] for op in candidate.ordinary) >= quicker:
             return None  # slower, even if nothing runs twice
+        self.needs[self.parting(rewrites)] = max(map(partial(_need, candidate, costs), _products(candidate)), default=0)
         if not exact and self.above(candidate, costs):
             return None
         self.planned += len(candidate.ops)
@@ -223,15 +226,19 @@ class Chooser:
         if parts and half:
             share = min(1.0, -(-examples // parts) / half)
 
-        def need(op: Op) -> float:
-            values = [graph.values[value] for value in {*op.reads, *op.makes}]
-            own = [value for value in values if value.storage not in graph.device_storages]
-            shrinks = [parts and any(size and size % half == 0 for size in value.shape) for value in own]
+        def need(op: int) -> float:
+            own = [graph.values[value] for value in _own(graph, op)]
+            shrinks = [any(size and size % half == 0 for size in value.shape) for value in own]
             return sum(value.nbytes * (share if less else 1) for value, less in zip(own, shrinks, strict=True))
 
-        products = (op for op in graph.ops if is_product(op.target) and not op.updates)
         persistent = sum(graph.values[item.value].nbytes for item in graph.inputs if item.home == "device")
-        return persistent + (max(map(need, products), default=0) if parts else 0) > budget
+        least = max(map(need, _products(graph)), default=0) if parts and half else 0
+        return persistent + max(least, self.needs.get(self.parting(rewrites), 0)) > budget
+
+    def parting(self, rewrites: tuple[Rewrite, ...]) -> str:
+        """By what the parts are known in which products run: the same ones need the same, whatever else is lost."""
+        unalike = self.leave.unalike(rewrites)
+        return " ".join(sorted(str(one) for one in rewrites if one.exactness == "rounding" or one not in unalike))
 
 
 def least_of(error: BudgetError) -> float:
@@ -241,3 +248,20 @@ def least_of(error: BudgetError) -> float:
 
 def _names(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return tuple(one.name for one in rewrites)
+
+
+def _products(graph: Graph) -> list[int]:
+    """The matrix products, convolutions and the like: they write over nothing."""
+    return [op for op in graph.ordinary if is_product(graph.ops[op].target) and not graph.ops[op].updates]
+
+
+def _own(graph: Graph, op: int) -> list[int]:
+    """What an op reads and makes, without parameters: of these some techniques make a copy for each op."""
+    values = {value: graph.values[value] for value in (*graph.reads[op], *graph.makes[op])}
+    lasting = graph.device_storages
+    return [value for value, item in values.items() if item.storage not in lasting and item.kind != "parameter"]
+
+
+def _need(graph: Graph, costs: Costs, op: int) -> int:
+    """The bytes that an op needs, with what was measured inside."""
+    return sum(costs.nbytes[value] for value in _own(graph, op)) + costs.fewest_temporaries(op)
