@@ -256,12 +256,12 @@ def _products(graph: Graph) -> list[int]:
 
 
 def _own(graph: Graph, op: int) -> list[int]:
-    """What an op reads and makes, without parameters: of these some techniques make a copy for each op."""
-    values = {value: graph.values[value] for value in (*graph.reads[op], *graph.makes[op])}
-    lasting = graph.device_storages
-    return [value for value, item in values.items() if item.storage not in lasting and item.kind != "parameter"]
+    """What an op reads and makes that is not the caller's."""
+    values = dict.fromkeys((*graph.reads[op], *graph.makes[op]))
+    return [value for value in values if graph.values[value].storage not in graph.device_storages]
 
 
 def _need(graph: Graph, costs: Costs, op: int) -> int:
-    """The bytes that an op needs, with what was measured inside."""
-    return sum(costs.nbytes[value] for value in _own(graph, op)) + costs.fewest_temporaries(op)
+    """The bytes that an op needs, with what was measured inside; without parameters, which other forms copy for it."""
+    own = (value for value in _own(graph, op) if graph.values[value].kind != "parameter")
+    return sum(costs.nbytes[value] for value in own) + costs.fewest_temporaries(op)
