@@ -32,6 +32,7 @@ def recipe() -> Any:
     return step, model, optimizer, (torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,)))
 
 
+@pytest.mark.long
 def test_lossy_techniques_bring_a_step_under_what_no_exact_plan_fits() -> None:
     """Within half of what the least exact plan needs; the losses are near eager's, the meter agrees with the plan."""
     step, model, optimizer, example = recipe()
