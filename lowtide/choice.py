@@ -6,59 +6,46 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 from lowtide import device as devices
 from lowtide.budget import read_budget
+from lowtide.candidates import ELSEWHERE, Choice, Chooser, Effort, Say, Search, eager_peak, eager_step
 from lowtide.check import check
 from lowtide.costs import Costs, lanes
 from lowtide.device.disk import choose_folder
 from lowtide.errors import BudgetError, FileError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.measure import roofline
-from lowtide.plan import as_eager, least
-from lowtide.plan.copies import least_seconds
+from lowtide.plan import least
 from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, PASSES, Rewritten, apply, leaving_bytes, named, offload, seen_after
+from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload, seen_after
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
-from lowtide.simulate import simulate
 
-AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
-ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
+__all__ = [
+    "ELSEWHERE",
+    "EXACTLY",
+    "FREE",
+    "Away",
+    "Choice",
+    "Effort",
+    "Leave",
+    "Offload",
+    "choose",
+    "eager_peak",
+    "eager_step",
+    "given",
+    "judged",
+]
+
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
-WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How hard one of several searches tries."""
-
-    part: float = 1.0  # of the time limit
-    explain: bool = True  # whether an error must say what would fit; else it may come at once
-
-
-Search = Callable[[Graph, Costs, int, Effort], Plan]  # graph, costs, eager's peak, and how hard it tries
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan, and what it is a plan of."""
-
-    graph: Graph  # with its optional ops
-    costs: Costs
-    plan: Plan  # which says what rewrites led from the captured graph to this one
-    eager_peak: int  # bytes, predicted; eager's layers are whole
-
-    @property
-    def chunks(self) -> int:
-        """Into how many recurrent layers are cut in time; 1: they are whole."""
-        return next((int(one.setting or 1) for one in self.plan.rewrites if one.name == "chunks"), 1)
 
 
 @dataclass(frozen=True)
@@ -171,14 +158,27 @@ class Leave:
         then = replace(self, resized=sizes)
         return first + [rungs[0] for name in names if not _is_alike(name) and (rungs := then.rungs(seen, name))]
 
-    def lossies(self, graph: Graph) -> list[tuple[Rewrite, ...]]:
-        """What loses more, if allowed: nothing first, then one technique after the other besides those before."""
-        found: list[tuple[Rewrite, ...]] = [()]
+    def levels(self, graph: Graph) -> list[list[tuple[Rewrite, ...]]]:
+        """What loses more, if allowed: nothing first, then one technique after the other besides those before.
+
+        At each level the mildest settings come first, and of two techniques the one that is taken later is spared more.
+        """
+        found: list[list[tuple[Rewrite, ...]]] = [[()]]
+        taken: list[list[Rewrite]] = []
         for name in self.allowed.lossy:
-            before = found[-1]
-            for rung in self.rungs(graph, name):
-                found.append((*(one for one in before if one.name != _replaced(name)), rung))
+            rungs = self.rungs(graph, name)
+            if rungs:
+                taken = [*(before for before in taken if before[0].name != _replaced(name)), rungs]
+                found.append([row[::-1] for row in product(*reversed(taken))])
         return found
+
+    def milder(self, graph: Graph, one: Rewrite) -> list[tuple[Rewrite, ...]]:
+        """What a technique may be replaced by that changes less: the one that it took the place of, or else nothing."""
+        return [(rung,) for rung in self.rungs(graph, _replaced(one.name))] or [()]
+
+    def unalike(self, rewrites: tuple[Rewrite, ...]) -> tuple[Rewrite, ...]:
+        """Those of them that the step at other sizes does not go through."""
+        return tuple(one for one in rewrites if not _is_alike(one.name))
 
     def rungs(self, graph: Graph, name: str) -> list[Rewrite]:
         """A technique with the settings to try, the mildest first; nothing where it is not allowed, or not there."""
@@ -207,22 +207,6 @@ def _replaced(name: str) -> str:
     return "" if one is None else one.instead_of
 
 
-def eager_step(
-    captured: Graph, planned: Graph, rewrites: Iterable[Rewrite], costs: Costs, price: Callable[[Graph], Costs]
-) -> tuple[Graph, Costs]:
-    """The step as eager runs it, with its costs: the planned one, or the captured one where rewrites changed that."""
-    if not {rewrite.name for rewrite in rewrites} - AS_EAGER:
-        return planned, costs
-    whole = apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
-    return whole, price(whole)
-
-
-def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
-    """The bytes that eager needs for a captured step, predicted; it makes the second runs that plans do without."""
-    whole, priced = eager_step(captured, rewritten.graph, rewritten.rewrites, costs, price)
-    return simulate(whole, priced, as_eager(whole)).peak
-
-
 def choose(
     graph: Graph,
     price: Callable[[Graph], Costs],
@@ -231,6 +215,7 @@ def choose(
     leave: Leave = EXACTLY,
     away: Away | None = None,
     could: Away | None = None,
+    say: Say = lambda words: None,
 ) -> Choice:
     """The quickest plan of a captured graph, with the least that must be allowed.
 
@@ -238,121 +223,46 @@ def choose(
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
     error says what would fit if there were a place to go to that is only named (`could`).
     """
-    chooser = _Chooser(graph, price, search, leave)
+    chooser = Chooser(graph, price, search, leave, say)
     if away is not None:
-        return _elsewhere(chooser, away)
+        _elsewhere(chooser, away)
+        return _chosen(chooser, leave)
     try:
-        return chooser.chosen()
+        chooser.all_of(())
+        return _chosen(chooser, leave)
     except BudgetError as error:
         raise error if could is None else _hinting(error, graph, price, could) from error.__cause__
 
 
-def _elsewhere(chooser: _Chooser, away: Away) -> Choice:
-    """The quickest plan with a place to go to: no slower than with recomputation, or with copies, alone.
+def _elsewhere(chooser: Chooser, away: Away) -> None:
+    """Look for the quickest plan with a place to go to: no slower than with recomputation, or with copies, alone.
 
     Each amount of state and parameters that may move out is tried, but where its copies alone take too long, or less of
     it does not fit. All of these searches together have the time limit once more.
     """
-    graph, leave = chooser.graph, chooser.leave
-    rungs = away.homes(graph)
-    here = chooser.attempt(Effort(explain=not rungs), away.rewrites())
-    effort = Effort(1 / max(1, len(rungs)), explain=False)
-    chooser.leave = EXACTLY
+    rungs = away.homes(chooser.graph)
+    chooser.effort = Effort(explain=not rungs)
+    chooser.all_of(away.rewrites())
+    here = chooser.best is not None
+    chooser.effort, chooser.leave = Effort(1 / max(1, len(rungs)), explain=False), EXACTLY
     for homes in rungs if here else reversed(rungs):
         best = chooser.best
         if best is not None and best.plan.seconds <= best.plan.base_seconds * (1 + SAME_SECONDS):
             break
-        if not chooser.attempt(effort, away.rewrites(homes)) and not here:
+        chooser.take(away.rewrites(homes))
+        if not here and not chooser.fits:
             break
-    if chooser.best is None and rungs:  # with all of it elsewhere least is needed, unless what changes bits helps here
-        chooser.attempt(Effort(0.0), away.rewrites(max(rungs)))
-        chooser.leave = leave
-        if chooser.best is None and leave.allowed:
-            chooser.attempt(Effort(0.0), away.rewrites())
-    return chooser.chosen()
+    if chooser.best is None and rungs:  # with all of it elsewhere least is needed
+        chooser.effort = Effort(0.0)
+        chooser.take(away.rewrites(max(rungs)))
 
 
-class _Chooser:
-    """Plans one candidate after another, and keeps the best."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        price: Callable[[Graph], Costs],
-        search: Search,
-        leave: Leave,
-    ) -> None:
-        self.graph, self.price, self.search, self.leave = graph, price, search, leave
-        self.effort = Effort()
-        self.best: Choice | None = None
-        self.failure: BudgetError | None = None  # the one with the least peak
-        self.eager: int | None = None  # bytes
-        self.fits = False  # whether anything did, in the last attempt
-
-    def chosen(self) -> Choice:
-        """The best plan, with the fewest lossy techniques with which any fits."""
-        if self.best is None and self.failure is None:
-            self.attempt(self.effort)
-        if self.best is not None:
-            return self.best
-        assert self.failure is not None
-        raise _with_hint(self.failure, self.graph, self.leave)
-
-    def attempt(self, effort: Effort, besides: tuple[Rewrite, ...] = ()) -> bool:
-        """Plan with these passes and the fewest lossy techniques with which any plan fits; whether one does."""
-        self.effort, self.fits = effort, False
-        for lossy in self.leave.lossies(self.graph):
-            for mild in self.leave.after(self.graph, lossy):
-                if self.take((*mild, *lossy, *besides)):
-                    break
-            if self.fits:
-                break
-        return self.fits
-
-    def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
-        """Plan the graph after these passes; whether nothing that changes more can be better."""
-        rewritten = self.leave.apply(self.graph, rewrites)
-        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
-        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
-            return False  # a technique found nothing to do here: the same was planned without it
-        if any(one.resizes for one in PASSES if one.name in {done.name for done in rewrites}) and self.hopeless(
-            candidate
-        ):
-            return False
-        costs = self.price(candidate)
-        if self.eager is None:
-            self.eager = eager_peak(self.graph, rewritten, costs, self.price)
-        best = self.best
-        if best is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= best.plan.seconds:
-            self.fits = True
-            return False  # slower, even if nothing runs twice
-        try:
-            found = replace(self.search(candidate, costs, self.eager, self.effort), rewrites=rewritten.rewrites)
-        except BudgetError as error:
-            self.failure = min(self.failure or error, error, key=_least)
-            return False
-        self.fits = True
-        whole = best is not None and exactness(best.plan.rewrites) == "bitwise" and not exact
-        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
-        if found.seconds < limit:
-            self.best = Choice(candidate, costs, found, self.eager)
-        return exact and found.seconds <= found.base_seconds * (1 + WORTH)  # too little is left to save
-
-    def quickest(self, graph: Graph, costs: Costs, *, exact: bool) -> float:
-        """Seconds that no plan takes less than: those of all ops once, and of the copies of what lives elsewhere."""
-        best = self.best
-        if best is not None and exact and exactness(best.plan.rewrites) == "bitwise":
-            return least_seconds(graph, costs, best.plan.base_seconds)  # the same ops
-        return least_seconds(graph, costs, sum(costs.seconds[op] for op in graph.ordinary))
-
-    def hopeless(self, graph: Graph) -> bool:
-        """Whether one op alone needs more than the budget that others failed to keep, whatever is measured inside."""
-        budget = None if self.failure is None else self.failure.budget
-        return budget is not None and floor(problem(graph, roofline(graph)))[0] > budget
-
-
-def _least(error: BudgetError) -> float:
-    return float("inf") if error.least is None else error.least
+def _chosen(chooser: Chooser, leave: Leave) -> Choice:
+    """The best plan that was found, or the error that says what would fit."""
+    if chooser.best is not None:
+        return chooser.best
+    assert chooser.failure is not None
+    raise _with_hint(chooser.failure, chooser.graph, leave)
 
 
 def _with_hint(failure: BudgetError, graph: Graph, leave: Leave) -> BudgetError:

@@ -110,7 +110,7 @@ def _techniques(
     sets: dict[str, list[tuple[Rewrite, ...]]]
     sets = {name: [(rung,) for rung in dict.fromkeys((rungs[0], rungs[-1]))] for name, rungs in alone.items()}
     if len(alone) > 1:
-        sets["all together"] = [(*leave.milds(graph)[-1], *leave.lossies(graph)[-1])]
+        sets["all together"] = [(*leave.milds(graph)[-1], *leave.levels(graph)[-1][-1])]
     found = []
     with counting("planning what is allowed", patience=0.0) as progress:
         for done, (name, choices) in enumerate(sets.items()):

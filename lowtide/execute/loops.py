@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 LONG = 4_000  # lines: what is shorter stays as it is
 SAVED = 60  # lines that a loop must save
 PERIODS = 400  # lengths of a loop's body that are tried, the most frequent distances first
+WIDE, LONG_PERIODS = 64, 8  # lines that are alike far apart, and how many such distances are tried before all others
 
 # A string, which stays as it is; a variable; a whole number that is no part of a name or of a float.
 TOKEN = re.compile(r"""('[^']*'|"[^"]*")|\b([ts])(\d+)\b|(?<![\w.])(?<!e[-+])(\d+)(?![\w.])""")
@@ -113,13 +114,29 @@ def _repetitions(patterns: NDArray[np.int64]) -> Iterator[_Loop]:
     distances: Counter[int] = Counter()
     for found in places.values():
         distances.update(np.diff(found).tolist())
-    for period, _ in distances.most_common(PERIODS):
+    frequent = [period for period, _ in distances.most_common(PERIODS)]
+    for period in dict.fromkeys([*_long_periods(patterns), *frequent]):
         if 2 * period > len(patterns):
             continue
         for first, last in _stretches(patterns[:-period] == patterns[period:]):
             loop = _Loop(first, period, (last - first) // period + 1)
             if loop.saved >= SAVED:
                 yield loop
+
+
+def _long_periods(patterns: NDArray[np.int64]) -> list[int]:
+    """The most frequent distances of many lines to the same many lines: single ones repeat themselves within a body."""
+    if len(patterns) <= WIDE:
+        return []
+    power = np.cumprod(np.full(WIDE, 6364136223846793005, np.uint64))
+    rows = np.lib.stride_tricks.sliding_window_view(patterns.astype(np.uint64), WIDE)
+    digests = np.zeros(len(rows), np.uint64)
+    for column in range(WIDE):
+        digests += rows[:, column] * power[column]
+    order = np.argsort(digests, kind="stable")
+    alike = digests[order][1:] == digests[order][:-1]
+    distances = Counter(np.diff(order)[alike].tolist())
+    return [period for period, _ in distances.most_common(LONG_PERIODS)]
 
 
 def _stretches(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:

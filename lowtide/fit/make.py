@@ -100,6 +100,7 @@ class Maker:
                     leave=leave,
                     away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
                     could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
+                    say=self._request.say,
                 )
             )
         found = self._with_errors(captured, batch, chosen)

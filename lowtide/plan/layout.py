@@ -26,6 +26,7 @@ from lowtide.lifetimes import BEFORE, OUTSIDE, Block, Lifetimes, lifetimes
 from lowtide.plan.compiled import answered, compiled
 from lowtide.plan.problem import INT, INTS, REALS, Floats, Ints, ints, reals
 from lowtide.plan.settings import (
+    APART,
     CLOSE_TO_LIVE,
     LARGE_BUFFERS,
     LAYOUT_HEIGHTS,
@@ -35,7 +36,10 @@ from lowtide.plan.settings import (
     MOVING_BLOCKS,
     MOVING_PARTS,
     NEAR_LIVE,
+    WAISTS,
+    WINDOW_LEAST,
 )
+from lowtide.plan.windows import waists
 from lowtide.program import Copy, Instruction, Program, Run
 from lowtide.simulate import simulate
 
@@ -225,6 +229,12 @@ def pack(
     buffers: Buffers, *, enough: int = 0, steps: int = LAYOUT_STEPS, until: float = math.inf, seed: int = 0
 ) -> Ints:
     """Offsets that need no more than the live bytes, or else at most `enough`, or else as few as are found."""
+    apart = _apart(buffers, enough, steps, until, seed) if len(buffers.nbytes) > APART else None
+    return _together(buffers, enough, steps, until, seed) if apart is None else apart
+
+
+def _together(buffers: Buffers, enough: int, steps: int, until: float, seed: int) -> Ints:
+    """Offsets of all buffers, packed at once."""
     low = live = buffers.live
     step = buffers.alignment
     by_size = np.lexsort((buffers.first, -buffers.nbytes))
@@ -244,6 +254,33 @@ def pack(
         if found is None or buffers.top(found) > height:
             low = height + step
     return best
+
+
+def _apart(buffers: Buffers, enough: int, steps: int, until: float, seed: int) -> Ints | None:
+    """Offsets of many buffers, packed window by window between times that few live through; None without such times.
+
+    What lives through them is at the bottom, for itself. Windows with the same buffers get the same offsets.
+    """
+    first, last, nbytes = buffers.first, buffers.last, buffers.nbytes
+    through = _level(np.minimum(first + 1, last), last, nbytes, int(last.max(initial=0)))
+    for part in WAISTS:
+        cuts = np.array(waists(through, int(part * buffers.live)), np.int64)
+        begun, ended = np.searchsorted(cuts, first, side="right"), np.searchsorted(cuts, last, side="left")
+        if len(cuts) + 1 >= WINDOW_LEAST:
+            break
+    else:
+        return None
+    offsets, known = np.zeros(len(nbytes), np.int64), dict[bytes, Ints]()
+    bottom = 0
+    for window in (-1, *range(len(cuts) + 1)):  # those that live through a cut come first
+        chosen = np.flatnonzero((begun == window) & (ended == window) if window >= 0 else begun != ended)
+        boxes = buffers.only(chosen)
+        key = b"|".join(array.tobytes() for array in (boxes.first, boxes.last, boxes.nbytes))
+        if key not in known:
+            known[key] = _together(boxes, max(0, enough - bottom), steps, until, seed)
+        offsets[chosen] = bottom + known[key]
+        bottom = boxes.top(known[key]) if window < 0 else bottom
+    return offsets
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,10 @@ from lowtide.plan.settings import (
     SMALL_GRAPH_STATES,
     STRETCH_GAP,
     TIME_LIMIT,
+    WINDOW_SHARE,
 )
 from lowtide.plan.stretches import stretches
+from lowtide.plan.windows import Window, in_windows, windows
 from lowtide.program import Plan, Program
 from lowtide.simulate import elapsed, simulate
 
@@ -68,6 +70,7 @@ class Planning:
         self.clock = clock  # whether it ends searches, too, or only the work that the time limit stands for
         self.arrays: Problem = problem(all_on_device(graph), costs)  # of programs without copies
         self.elsewhere = lives_elsewhere(graph)
+        self.inside: dict[bytes, Planning] = {}  # of windows that are unlike each other
         self.prepared: dict[str, Callable[[int | None], Ints | None]] = {}
 
     @cached_property
@@ -152,6 +155,8 @@ class Planning:
     def _without_copies(self, budget: int, known: list[Program], begun: float) -> tuple[Program | None, float]:
         """The quickest program that copies nothing, None if none is found, and a lower bound on what it makes again."""
         still = [program for program in known if not program.copies]
+        if self.windows:
+            return self._quickest([*still, self._in_windows(budget)]), 0.0
         found, bound = self._search(budget, [sequence_of(self.arrays, program) for program in still], begun)
         return self._quickest([*still, found]), bound
 
@@ -177,6 +182,50 @@ class Planning:
     def _unbeaten(self, program: Program | None) -> bool:
         """Whether a program takes no longer than its ops once, but for the order in which seconds are added."""
         return program is not None and self._seconds(program) <= self.base * (1 + SAME_SECONDS)
+
+    @cached_property
+    def windows(self) -> list[Window]:
+        """Pieces of the order that are steps of their own, many of them alike; none where it has no such pieces."""
+        return [] if self.elsewhere else windows(self.arrays, self.order)
+
+    def _joined(self, budget: int, find: Callable[[Planning, int], Ints | None]) -> Ints | None:
+        """What is found for each window within the budget, one after the other; None where something does not fit."""
+
+        def plan(window: Window, left: int) -> Ints | None:
+            if window.signature not in self.inside:
+                limit = self.time_limit * WINDOW_SHARE
+                self.inside[window.signature] = Planning(window.graph, window.costs, time_limit=limit, seed=self.seed)
+            return find(self.inside[window.signature], left)
+
+        found = in_windows(self.windows, budget, plan)
+        return found if found is not None and self.arrays.allows(found) else None
+
+    def _in_windows(self, budget: int) -> Program | None:
+        """A program whose windows are planned one by one, with identical ones run alike; None where there are none."""
+        target = budget
+        for _ in range(ARENA_ATTEMPTS if self.windows else 0):
+            sequence = self._joined(target, Planning._sequence)
+            if sequence is None:
+                return None
+            program = self._finish(self.arrays, sequence, budget)
+            excess = simulate(self.graph, self.costs, program).peak - budget
+            if excess <= 0:
+                return program
+            target = min(target, self.arrays.peak(sequence)) - max(1, int(ARENA_STEP * excess))
+        return None
+
+    def _sequence(self, budget: int) -> Ints | None:
+        """The quickest sequence within the budget that is found; it has no offsets."""
+        for order in (self.order, self.one_shot):
+            if self.arrays.peak(order) <= budget:
+                return order
+        own, begun = budget - self.arrays.persistent, time.monotonic()
+        bound, gate = bound_alone(self.gates, own)
+        if bound == float("inf"):
+            return None
+        starts = [*self._chains(budget), self.order, *self._holding(own, gate)]
+        lead, limit = self._lead(budget, bound), self.time_limit
+        return self._recompute(self.arrays, starts, budget, bound, limit, begun + limit, lead)
 
     def least(self, method: str = BEST) -> Plan:
         """The plan with the least peak that is found, whatever time it takes; by copies only, or by every lever."""
@@ -212,6 +261,8 @@ class Planning:
             and (found := least_peak(self.arrays, limit=SMALL_GRAPH_STATES)).sequence is not None
         ):
             return found.sequence
+        if self.windows and (joined := self._joined(0, lambda inside, _: inside._lowest_sequence)) is not None:
+            return min(joined, self.order, self.one_shot, key=self.arrays.peak)
         own = floor(self.arrays)[0] - self.arrays.persistent
         starts = [self.order, self.one_shot, *self._holding(own)]
         if library() is None:  # shaving is too slow to go far from where it starts

@@ -72,6 +72,9 @@ LAYOUT_NOISE = 0.5  # of the logarithm of a buffer's weight [chosen]
 CLOSE_TO_LIVE = 1.01  # times the live bytes: good enough for an arena that has the room [chosen]
 NEAR_LIVE = 1.001  # times the live bytes: good enough for blocks not to move out of the arena [chosen]
 MOVING_PARTS = tuple(part / 20 for part in range(20, 1, -1))  # of the arena: tried when blocks move out [chosen]
+APART = (
+    6_000  # buffers: so many are packed window by window, where an order has windows; all at once takes minutes [0065]
+)
 MOVING_BLOCKS = 32  # blocks that may move out, the largest at the peak [chosen]
 
 # -------------------------------------------------------------------------------------- loop.py: the schedule of a scan
@@ -116,3 +119,14 @@ STRETCH_CLASSES = 1 / 3  # of the segments: so few are unlike each other in a st
 STRETCH_LEAD = 0.005  # of the step's seconds: they join the race where they are so much ahead of other starts [0040]
 STRETCH_RACE = 0.8  # of the work of a race that they join: the rest is what they took themselves [0040]
 STRETCH_GAP = 0.003  # of the step's seconds: other starts that are this near the bound are good enough [0040]
+
+# --------------------------------------------------------------------- windows.py: an order cut where it holds little
+WAISTS = (
+    0.05,
+    0.1,
+    0.2,
+    0.4,
+)  # of the order's peak without what persists: bytes at which it is cut, the fewest first [0065]
+WINDOW_LEAST = 3  # windows of an order that is worth it [0065]
+WINDOW_CLASSES = 1 / 2  # of the windows: so few are unlike each other in an order that is worth it [0065]
+WINDOW_SHARE = 0.5  # of the time limit: for the windows that are unlike each other, each with its part [0065]

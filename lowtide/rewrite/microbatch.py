@@ -29,11 +29,12 @@ def microbatch(graph: Graph, parts: int, resized: Resized) -> Graph:
 
 def counts(graph: Graph, resized: Resized) -> list[int]:
     """Into how many parts the batch may be split; none where examples are coupled."""
+    whole = merged(graph)
     try:
-        _everything(merged(graph), resized)
+        found = _everything(whole, resized)
     except Coupled:
         return []
-    return rungs(resized.examples)
+    return rungs(resized.examples // axis_of(whole, resized).together(found.ops)) if found.ops else []
 
 
 def rungs(examples: int) -> list[int]:

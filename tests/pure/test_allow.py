@@ -6,6 +6,7 @@ import pytest
 
 from lowtide.choice import Leave
 from lowtide.errors import UsageError
+from lowtide.graph import Graph
 from lowtide.rewrite import PASSES
 from lowtide.rewrites import BY_NAME, LOSSY_ORDER, ROUNDING, Allowed, Rewrite, encode_rewrite, read_allow
 from lowtide.rewrites import REWRITE as SHAPE
@@ -71,3 +72,27 @@ def test_a_measured_error_is_kept() -> None:
     rewrite = Rewrite("sparse", 0.3, "lossy", 2e-3)
     assert SHAPE(encode_rewrite(rewrite)).error == 2e-3
     assert SHAPE(encode_rewrite(Rewrite("merge"))).error is None
+
+
+def test_levels_take_one_technique_after_the_other_with_the_mildest_settings_first() -> None:
+    """Nothing, then the fixed order; 8 bits take the place of 16; no level has harsher settings before milder ones."""
+    empty = Graph((), (), (), ())
+    levels = Leave(read_allow("lossy,sparse:0.5")).levels(empty)
+    assert levels[0] == [()]
+    last = [{one.name for one in level[-1]} for level in levels]
+    present = [name for name in LOSSY_ORDER if name != "batch-statistics"]  # there is no batch norm
+    assert last[1:] == [
+        {name for name in present[:count] if not (name == "activations16" and "activations8" in present[:count])}
+        for count in range(1, len(present) + 1)
+    ]
+    settings = [{one.name: one.setting for one in row} for row in levels[-1]]
+    assert [row["activations8"] for row in settings] == ["all", "products", "sums"]
+    assert all(row["sparse"] == 0.5 for row in settings)
+
+
+def test_of_two_techniques_the_later_one_keeps_its_mildest_setting_longer() -> None:
+    leave = Leave(read_allow("activations16,activations4"))
+    rows = leave.levels(Graph((), (), (), ()))[-1]
+    assert [[one.setting for one in row] for row in rows] == [
+        [first, second] for second in ("all", "products", "sums") for first in ("all", "products", "sums")
+    ]

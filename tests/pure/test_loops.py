@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 from hypothesis import given, settings
@@ -96,4 +97,24 @@ def test_any_pattern_does_the_same(body: list[str], times: int) -> None:
         lines += {"a": [first], "b": [f"at[0] = {made}", first], "c": [first, f"t1 = k2(t1, t{made})"]}[kind]
     lines.append(f"return [t{made}, t1]")
     rolled, tables = roll(lines, long=0)
+    assert run(rolled, tables) == run(lines, {})
+
+
+def parts(times: int, length: int) -> list[str]:
+    """The same long body over and over, of lines that are alike within it: distances of single lines say nothing."""
+    chance, lines, made = Random(0), ["(t1, t2, ) = inputs", "inputs.clear()"], 3
+    calls = [chance.choice(("k1", "k2")) for _ in range(length)]
+    for _ in range(times):
+        for place, call in enumerate(calls):
+            lines += [f"at[0] = {made}", f"t{made} = {call}(t{made - 1}, {place})", f"del t{made - 1}"]
+            made += 1
+        lines += [f"t{made} = k1(t1)", f"del t{made - 1}"]
+        made += 1
+    return [*lines, f"return [t1, t{made - 1}]"]
+
+
+def test_a_long_body_that_repeats_itself_is_written_once() -> None:
+    lines = parts(7, 700)
+    rolled, tables = roll(lines)
+    assert len(rolled) < len(lines) / 3
     assert run(rolled, tables) == run(lines, {})

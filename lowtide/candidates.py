@@ -1,0 +1,300 @@
+"""The graphs that a step may be planned as, tried from the one that changes least: which is planned, and how it ends.
+
+Floors come first. What can't fit whatever is measured is not priced, and what can't fit with what was measured is not
+planned, for steps in many parts have tens of thousands of ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from lowtide.costs import Costs
+from lowtide.errors import BudgetError
+from lowtide.graph import Graph
+from lowtide.kernels import is_product
+from lowtide.measure import roofline
+from lowtide.plan import as_eager
+from lowtide.plan.copies import least_seconds
+from lowtide.plan.infeasible import floor
+from lowtide.plan.problem import problem
+from lowtide.plan.settings import SAME_SECONDS
+from lowtide.program import Plan
+from lowtide.rewrite import EXACT, Rewritten, apply
+from lowtide.rewrites import Rewrite, exactness
+from lowtide.simulate import simulate
+
+if TYPE_CHECKING:
+    from lowtide.choice import Leave
+
+AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
+ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
+IN_PARTS = "microbatch"  # the rewrite whose setting is into how many parts all of the step goes
+MANY_OPS = 8_000  # ops of graphs planned with lossy rewrites, after which one that fits is good enough
+WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard one of several searches tries."""
+
+    part: float = 1.0  # of the time limit
+    explain: bool = True  # whether an error must say what would fit; else it may come at once
+
+
+Search = Callable[[Graph, Costs, int, Effort], Plan]  # graph, costs, eager's peak, and how hard it tries
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and what it is a plan of."""
+
+    graph: Graph  # with its optional ops
+    costs: Costs
+    plan: Plan  # which says what rewrites led from the captured graph to this one
+    eager_peak: int  # bytes, predicted; eager's layers are whole
+
+    @property
+    def chunks(self) -> int:
+        """Into how many recurrent layers are cut in time; 1: they are whole."""
+        return next((int(one.setting or 1) for one in self.plan.rewrites if one.name == "chunks"), 1)
+
+
+def eager_step(
+    captured: Graph, planned: Graph, rewrites: Iterable[Rewrite], costs: Costs, price: Callable[[Graph], Costs]
+) -> tuple[Graph, Costs]:
+    """The step as eager runs it, with its costs: the planned one, or the captured one where rewrites changed that."""
+    if not {rewrite.name for rewrite in rewrites} - AS_EAGER:
+        return planned, costs
+    whole = apply(captured, [one for one in EXACT if one.name in AS_EAGER]).graph
+    return whole, price(whole)
+
+
+def eager_peak(captured: Graph, rewritten: Rewritten, costs: Costs, price: Callable[[Graph], Costs]) -> int:
+    """The bytes that eager needs for a captured step, predicted; it makes the second runs that plans do without."""
+    whole, priced = eager_step(captured, rewritten.graph, rewritten.rewrites, costs, price)
+    return simulate(whole, priced, as_eager(whole)).peak
+
+
+class Chooser:
+    """Plans one candidate after another, and keeps the best."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        price: Callable[[Graph], Costs],
+        search: Search,
+        leave: Leave,
+        say: Say,
+    ) -> None:
+        self.graph, self.price, self.search, self.leave, self.say = graph, price, search, leave, say
+        self.effort = Effort()
+        self.best: Choice | None = None
+        self.fits = False  # whether the last graph that was planned did
+        self.failure: BudgetError | None = None  # the one with the least peak
+        self.eager: int | None = None  # bytes
+        self.closed: set[tuple[str, ...]] = set()  # techniques that split, and are above the budget whatever is lost
+        self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
+        self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by the parts in which it runs
+        self.planned = 0  # ops of the graphs that were planned
+
+    def all_of(self, besides: tuple[Rewrite, ...]) -> None:
+        """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
+        leave = self.leave
+        first, *levels = leave.levels(self.graph)
+        self.exactly(leave.after(self.graph, first[0]), besides)
+        if levels and self.best is None:
+            self.close(levels[-1][-1])
+        for level in levels:
+            if self.best is None:
+                self.lossily(level, besides)
+
+    def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
+        """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
+        for number, mild in enumerate(milds):
+            if self.take((*mild, *besides)):
+                break
+            if not number and self.best is None:  # nothing exact fits
+                self.best = self.split((), besides, milds[1:])
+                break
+
+    def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
+        """Plan the graph after these passes; whether nothing that changes more can be better."""
+        best = self.best
+        found = self.attempt(rewrites, None if best is None else best.plan.seconds)
+        if found is None:
+            return False
+        exact = exactness(found.plan.rewrites) == "bitwise"
+        whole = best is not None and exactness(best.plan.rewrites) == "bitwise" and not exact
+        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
+        if found.plan.seconds < limit:
+            self.best = found
+        return exact and found.plan.seconds <= found.plan.base_seconds * (1 + WORTH)  # too little is left to save
+
+    def attempt(self, rewrites: tuple[Rewrite, ...], quicker: float | None = None) -> Choice | None:
+        """A plan of the graph after these passes that takes less seconds than this; None: there is none."""
+        self.fits = False
+        if exactness(rewrites) != "bitwise":
+            self.say(f"trying {', '.join(map(str, rewrites))}")
+        rewritten = self.leave.apply(self.graph, rewrites)
+        candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
+        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
+            return None  # a technique found nothing to do here: the same was planned without it
+        if not exact and self.above(candidate, roofline(candidate)):
+            return None  # whatever is measured inside of ops
+        costs = self.price(candidate)
+        if self.eager is None:
+            self.eager = eager_peak(self.graph, rewritten, costs, self.price)
+        if quicker is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= quicker:
+            self.fits = True
+            return None  # slower, even if nothing runs twice
+        self.needs[self.parting(rewrites)] = max(map(partial(_need, candidate, costs), _products(candidate)), default=0)
+        if not exact and self.above(candidate, costs):
+            return None
+        self.planned += len(candidate.ops)
+        try:
+            found = replace(self.search(candidate, costs, self.eager, self.effort), rewrites=rewritten.rewrites)
+        except BudgetError as error:
+            self.failure = min(self.failure or error, error, key=least_of)
+            return None
+        self.fits = True
+        return Choice(candidate, costs, found, self.eager)
+
+    def quickest(self, graph: Graph, costs: Costs, *, exact: bool) -> float:
+        """Seconds that no plan takes less than: those of all ops once, and of the copies of what lives elsewhere."""
+        best = self.best
+        if best is not None and exact and exactness(best.plan.rewrites) == "bitwise":
+            return least_seconds(graph, costs, best.plan.base_seconds)  # the same ops
+        return least_seconds(graph, costs, sum(costs.seconds[op] for op in graph.ordinary))
+
+    def above(self, graph: Graph, costs: Costs) -> bool:
+        """Whether one op alone needs more than the budget that others failed to keep."""
+        budget = None if self.failure is None else self.failure.budget
+        return budget is not None and floor(problem(graph, costs))[0] > budget
+
+    def close(self, harshest: tuple[Rewrite, ...]) -> None:
+        """Find the ways to split whose finest parts are above the budget even with all that may be lost."""
+        lossy = self.leave.unalike(harshest)
+        for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
+            *_, mild = way
+            if IN_PARTS not in names:
+                candidate = self.leave.apply(self.graph, (*mild, *lossy)).graph
+                if self.above(candidate, roofline(candidate)):
+                    self.closed.add(names)
+
+    def lossily(self, level: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
+        """Plan the step with these lossy techniques, each tuple with harsher settings than the one before.
+
+        The first settings with which anything fits are kept; then each technique but the last is left out again, or a
+        milder one takes its place, where something fits without it.
+        """
+        if self.hopeless(level[-1]):
+            return
+        for lossy in level:
+            milds = self.leave.after(self.graph, lossy)
+            if any(IN_PARTS in _names(mild) for mild in milds):  # which needs less than any other
+                milds = [mild for mild in milds if not mild or IN_PARTS in _names(mild)]
+            self.best = self.split(lossy, besides, milds)
+            if self.best is not None:
+                self.relent(lossy, besides)
+                return
+
+    def split(
+        self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...], milds: Sequence[tuple[Rewrite, ...]]
+    ) -> Choice | None:
+        """The quickest plan with these techniques and some way to split: of each way the finest parts come first.
+
+        Coarser parts need more: none of them is tried where finer ones do not fit.
+        """
+        best: Choice | None = None
+        begun = self.planned
+        for names, way in groupby(milds, key=_names):
+            for mild in reversed([*way]) if names not in self.closed else ():
+                if best is not None and self.planned - begun > MANY_OPS:
+                    return best
+                if self.hopeless((*mild, *lossy)):
+                    break
+                found = self.attempt((*mild, *lossy, *besides), None if best is None else best.plan.seconds)
+                if found is None:
+                    break
+                best = found
+        return best
+
+    def relent(self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...]) -> None:
+        """Leave out again what the plan can do without, the most lossy first."""
+        assert self.best is not None
+        mild = tuple(one for one in self.best.plan.rewrites if one.exactness == "rounding")
+        for name in reversed(self.leave.allowed.lossy):
+            one = next((one for one in lossy[:-1] if one.name == name), None)
+            if one is None:
+                continue
+            for instead in self.leave.milder(self.graph, one):
+                fewer = tuple(new for old in lossy for new in (instead if old is one else (old,)))
+                found = None if self.hopeless((*mild, *fewer)) else self.attempt((*mild, *fewer, *besides))
+                if found is not None:
+                    self.best, lossy = found, fewer
+                    break
+
+    def hopeless(self, rewrites: tuple[Rewrite, ...]) -> bool:
+        """Whether what persists and one matrix product or the like are above the budget, seen without many parts.
+
+        A batch in two parts shows both: what persists is the same in any number of parts, and of what the products
+        read and make, all that has the size of such a part shrinks with it.
+        """
+        budget = None if self.failure is None else self.failure.budget
+        if budget is None:
+            return False
+        parts = next((int(one.setting or 2) for one in rewrites if one.name == IN_PARTS), 0)
+        seen = tuple(replace(one, setting=2) if one.name == IN_PARTS else one for one in rewrites)
+        key = " ".join(map(str, sorted(seen, key=lambda one: one.name)))
+        if key not in self.seen:
+            self.seen[key] = self.leave.apply(self.graph, seen).graph
+        graph = self.seen[key]
+        examples = 0 if self.leave.resized is None else self.leave.resized.examples
+        half, share = examples // 2, 1.0
+        if parts and half:
+            share = min(1.0, -(-examples // parts) / half)
+
+        def need(op: int) -> float:
+            own = [graph.values[value] for value in _own(graph, op)]
+            shrinks = [any(size and size % half == 0 for size in value.shape) for value in own]
+            return sum(value.nbytes * (share if less else 1) for value, less in zip(own, shrinks, strict=True))
+
+        persistent = sum(graph.values[item.value].nbytes for item in graph.inputs if item.home == "device")
+        least = max(map(need, _products(graph)), default=0) if parts and half else 0
+        return persistent + max(least, self.needs.get(self.parting(rewrites), 0)) > budget
+
+    def parting(self, rewrites: tuple[Rewrite, ...]) -> str:
+        """By what the parts are known in which products run: the same ones need the same, whatever else is lost."""
+        unalike = self.leave.unalike(rewrites)
+        return " ".join(sorted(str(one) for one in rewrites if one.exactness == "rounding" or one not in unalike))
+
+
+def least_of(error: BudgetError) -> float:
+    """The least peak that was reached where nothing fitted, in bytes."""
+    return float("inf") if error.least is None else error.least
+
+
+def _names(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+    return tuple(one.name for one in rewrites)
+
+
+def _products(graph: Graph) -> list[int]:
+    """The matrix products, convolutions and the like: they write over nothing."""
+    return [op for op in graph.ordinary if is_product(graph.ops[op].target) and not graph.ops[op].updates]
+
+
+def _own(graph: Graph, op: int) -> list[int]:
+    """What an op reads and makes that is not the caller's."""
+    values = dict.fromkeys((*graph.reads[op], *graph.makes[op]))
+    return [value for value in values if graph.values[value].storage not in graph.device_storages]
+
+
+def _need(graph: Graph, costs: Costs, op: int) -> int:
+    """The bytes that an op needs, with what was measured inside; without parameters, which other forms copy for it."""
+    own = (value for value in _own(graph, op) if graph.values[value].kind != "parameter")
+    return sum(costs.nbytes[value] for value in own) + costs.fewest_temporaries(op)
