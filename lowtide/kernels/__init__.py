@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, forms, grouped
+from lowtide.kernels import blocks, forms, grouped, sparse
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -31,6 +31,7 @@ _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
+sparse.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -122,7 +123,8 @@ def functional(target: str) -> str | None:
 
 def is_product(target: str) -> bool:
     """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
-    return target.startswith("aten.") and overload(target).overloadpacket in flop_registry
+    known = target.startswith("aten.") and overload(target).overloadpacket in flop_registry
+    return known or sparse.is_product(target)
 
 
 def constant(family: str, name: str) -> Any:

@@ -20,6 +20,7 @@ from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height
 from lowtide.device import Device
 from lowtide.graph import Arg, Constant, Read
 from lowtide.graph.decode import decode_arg
+from lowtide.kernels import sparse
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
@@ -42,6 +43,7 @@ class Call:
         if placed:
             self._place()
         self.bind()
+        sparse.spread(specimen["target"], self.args)
 
     def bind(self) -> None:
         """Make the arguments anew from the tensors."""

@@ -1,18 +1,21 @@
 """Sparse weights: values where a mask has a bit, and nothing elsewhere: no state, no update.
 
 What differs: the weights that have no bit are zero, the smallest ones at first. With a mask that stays, training is
-that of the dense model whose weights and gradients are multiplied by the mask, up to rounding. The dense weight is made
-for the ops that need it, and so is its gradient, which is read at the bits.
+that of the dense model whose weights and gradients are multiplied by the mask, up to rounding. Convolutions and linear
+layers take the values as they are; other ops, or all where that is said, get the dense weight while they run, and make
+a dense gradient, which is read at the bits.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from lowtide.errors import UsageError
 from lowtide.forms import BLOCK
 from lowtide.graph import Graph, Input
 from lowtide.rewrite.forms import Layout, candidates, in_parts
+from lowtide.rewrite.sparse_products import with_kernels
 from lowtide.rewrites import Setting
 
 DENSITY = 0.3  # where nothing is said
@@ -20,20 +23,35 @@ LEAST = 4096  # elements of a weight: smaller ones, and vectors, matter more tha
 INDEXED = ("embedding", "index_select", "gather")  # rows that are looked up get gradients now and then only
 
 
-def read_density(setting: Setting) -> float:
-    """The part of the weights that there are."""
+DENSE = "dense"  # the word for: dense weights while their layers run, and torch's kernels
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a setting says."""
+
+    density: float  # the part of the weights that there are
+    kernels: bool = True  # products straight from the values
+
+
+def read_choice(setting: Setting) -> Choice:
+    """What a setting says: a density, and words behind it."""
+    number, *words = str(DENSITY if setting is None else setting).split("/")
     try:
-        found = float(DENSITY if setting is None else setting)
+        found = float(number)
     except ValueError:
         found = 0.0
-    if not 0 < found < 1:
-        raise UsageError(f"sparse has no setting {setting!r}.", hint="write sparse:0.3 for a density of 30%.")
-    return found
+    if not 0 < found < 1 or set(words) - {DENSE}:
+        raise UsageError(
+            f"sparse has no setting {setting!r}.",
+            hint=f"write sparse:0.3 for a density of 30%, or sparse:0.3/{DENSE} for dense weights while layers run.",
+        )
+    return Choice(found, DENSE not in words)
 
 
 def sparse(graph: Graph, setting: Setting) -> Graph:
     """The graph whose large weights have values at the bits of a mask."""
-    density = read_density(setting)
+    choice = read_choice(setting)
     chosen: list[tuple[Input, Layout]] = []
     counts: dict[str, tuple[tuple[int, ...], int]] = {}
     for item in candidates(graph, "parameter"):
@@ -41,14 +59,17 @@ def sparse(graph: Graph, setting: Setting) -> Graph:
         elements = math.prod(value.shape)
         if len(value.shape) < 2 or elements < LEAST or not _trained(graph, item) or _indexed(graph, item):
             continue
-        count = max(1, round(density * elements / BLOCK)) * BLOCK
+        count = min(elements, max(1, round(choice.density * elements / BLOCK)) * BLOCK)
         counts[str(item.path[0])] = value.shape, count
         chosen.append((item, Layout(count=count)))
     for item in candidates(graph, "state"):
         shape, count = counts.get(str(item.path[0]), ((), 0))
         if graph.values[item.value].shape == shape:
             chosen.append((item, Layout(count=count)))
-    return in_parts(graph, chosen) if counts else graph
+    if not counts:
+        return graph
+    divided = in_parts(graph, chosen)
+    return with_kernels(divided) if choice.kernels else divided
 
 
 def _trained(graph: Graph, item: Input) -> bool:
