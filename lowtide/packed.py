@@ -114,6 +114,28 @@ class Content:
         for one, dense in before:
             one.write(dense)
 
+    def rearrange(self, chosen: numpy.ndarray[Any, Any]) -> None:
+        """Let the mask have these bits, more or fewer; what stays is as it was, what is new is zero, in states too."""
+        before = mask_bits(self.parts[MASK], len(chosen))
+        kept, known = torch.from_numpy(chosen[before]), torch.from_numpy(before[chosen])
+        for one in (self, *self.dependents):
+            one._take_up(kept, known)
+        self.parts[MASK].copy_(torch.from_numpy(numpy.packbits(chosen, bitorder="little")))
+
+    def _take_up(self, kept: Tensor, known: Tensor) -> None:
+        """Make the values anew: those that are kept where they are known, and zeros."""
+        values, scales = self.parts[VALUES], self.parts.get(SCALES)
+        if scales is None:
+            made = torch.zeros(len(known), dtype=values.dtype)
+            made[known] = values[: len(kept)][kept]
+        else:
+            floats = torch.zeros(len(known))
+            floats[known] = forms.unpack(values, scales, None, [len(values)], [1])[: len(kept)][kept]
+            made, scales = torch.zeros(len(known), dtype=values.dtype), torch.zeros(-(-len(known) // BLOCK))
+            forms.pack(made, scales, None, None, floats, [0])
+            self.parts[SCALES] = scales
+        self.parts[VALUES] = made
+
 
 def to_bytes(dense: Tensor, steps: Tensor, zeros: Tensor, channel: int) -> Tensor:
     """Floats as bytes; steps and zeros of each channel are written down.

@@ -1,8 +1,8 @@
 """Convolutions and linear layers with a weight that has values only where a mask has a bit, as ops of a graph.
 
-The dense weight is never made, nor its gradient: that of the values comes out. Scratch holds some rows of the images and
-the taps of a few channels; it is allocated as any tensor is, so that it is metered. Sums have a fixed order, whatever
-the number of threads. Without a compiler the dense weight is made, and torch's kernels run.
+The dense weight is never made, nor its gradient: that of the values comes out. Scratch holds some rows of the images
+and the taps of a few channels; it is allocated as any tensor is, so that it is metered. Sums have a fixed order,
+whatever the number of threads. Without a compiler the dense weight is made, and torch's kernels run.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def define(registry: torch.library.Library) -> None:
     for name, arguments, function, fake in (
         ("convolution", f"Tensor input, {weight}, Tensor? bias, {window}", convolution, _convolved),
         ("convolution_input", f"Tensor gradient, {weight}, int[] input, {window}", convolution_input, _like_input),
-        ("convolution_weight", f"Tensor gradient, Tensor input, Tensor mask, int count, {window}", *_WEIGHTS[0]),
+        ("convolution_weight", f"Tensor gradient, Tensor input, Tensor mask, int room, {window}", *_WEIGHTS[0]),
         ("linear", f"Tensor input, {weight}, Tensor? bias, int[] size", linear, _multiplied),
         ("linear_input", f"Tensor gradient, {weight}, int[] size", linear_input, _multiplied_back),
-        ("linear_weight", "Tensor gradient, Tensor input, Tensor mask, int count, int[] size", *_WEIGHTS[1]),
+        ("linear_weight", "Tensor gradient, Tensor input, Tensor mask, int room, int[] size", *_WEIGHTS[1]),
     ):
         registry.define(f"sparse_{name}({arguments}) -> Tensor")
         registry.impl(f"sparse_{name}", function, "CPU")
@@ -136,8 +136,7 @@ def convolution_input(
     _check(values.dtype, values, mask, values.numel(), size, (gradient,))
     made = _like_input(gradient, values, mask, input, size, stride, padding, dilation)
     if library() is None:
-        dense = _dense(values, mask, size)
-        return torch.nn.grad.conv2d_input(input, dense, gradient, stride, padding, dilation)
+        return _backward(gradient, made, _dense(values, mask, size), (stride, padding, dilation), 0)
     window = (stride, padding, dilation)
     _run(INPUT, values, mask, size, window, _image(made), _image(gradient), input[0])
     return made
@@ -147,19 +146,19 @@ def convolution_weight(
     gradient: Tensor,
     input: Tensor,
     mask: Tensor,
-    count: int,
+    room: int,
     size: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    """The gradient of the values, in their order."""
-    _check(torch.float32, None, mask, count, size, (gradient, input))
+    """The gradient of the values, in their order; what there is room for beyond them is zero."""
+    _check(torch.float32, None, mask, room, size, (gradient, input))
     _refuse_window(input.shape, gradient.shape, size, stride, padding, dilation)
     if library() is None:
-        dense = torch.nn.grad.conv2d_weight(input, size, gradient, stride, padding, dilation)  # type: ignore[arg-type]
-        return _at_bits(dense, mask, count)
-    made, window = torch.zeros(count), (stride, padding, dilation)
+        dense = _backward(gradient, input, torch.empty(size), (stride, padding, dilation), 1)
+        return _at_bits(dense, mask, room)
+    made, window = torch.zeros(room), (stride, padding, dilation)
     _run(WEIGHT, None, mask, size, window, _image(input), _image(gradient), input.shape[0], gradient=made)
     return made
 
@@ -187,15 +186,15 @@ def linear_input(gradient: Tensor, values: Tensor, mask: Tensor, size: list[int]
     return made
 
 
-def linear_weight(gradient: Tensor, input: Tensor, mask: Tensor, count: int, size: list[int]) -> Tensor:
-    """The gradient of the values, in their order."""
-    _check(torch.float32, None, mask, count, size, (gradient, input))
+def linear_weight(gradient: Tensor, input: Tensor, mask: Tensor, room: int, size: list[int]) -> Tensor:
+    """The gradient of the values, in their order; what there is room for beyond them is zero."""
+    _check(torch.float32, None, mask, room, size, (gradient, input))
     shapes = (gradient.shape, input.shape)
     if input.dim() != 2 or shapes != ((input.shape[0], size[0]), (input.shape[0], size[1])):
         raise ValueError(f"no gradient {list(gradient.shape)} of {list(input.shape)} by {size}")
     if library() is None:
-        return _at_bits(gradient.t() @ input, mask, count)
-    made = torch.zeros(count)
+        return _at_bits(gradient.t() @ input, mask, room)
+    made = torch.zeros(room)
     _run_rows(WEIGHT, None, mask, size, input, gradient, gradient=made)
     return made
 
@@ -267,9 +266,18 @@ def _dense(values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
     return forms.unpack(values, None, mask, size, list(torch.empty(size, device="meta").stride()))
 
 
-def _at_bits(dense: Tensor, mask: Tensor, count: int) -> Tensor:
-    made = torch.zeros(count)
-    forms.pack(made, None, mask, None, dense.contiguous(), list(range(dense.dim())))
+def _backward(gradient: Tensor, input: Tensor, dense: Tensor, window: Sides, which: int) -> Tensor:
+    """The gradient of the input (0) or of the weight (1) as torch makes it."""
+    wanted = [which == 0, which == 1, False]
+    found: Tensor = torch.ops.aten.convolution_backward(
+        gradient, input, dense, None, *window, False, [0, 0], 1, wanted
+    )[which]
+    return found
+
+
+def _at_bits(dense: Tensor, mask: Tensor, room: int) -> Tensor:
+    made, bits = torch.zeros(room), numpy.unpackbits(mask.numpy(), bitorder="little", count=dense.numel())
+    forms.pack(made[: int(bits.sum())], None, mask, None, dense.contiguous(), list(range(dense.dim())))
     return made
 
 
@@ -356,8 +364,8 @@ def _check_bias(bias: Tensor | None, size: list[int]) -> None:
         raise ValueError(f"a bias of {list(bias.shape)} is not that of {size}")
 
 
-def _of_values(gradient: Tensor, input: Tensor, mask: Tensor, count: int, *_: Any) -> Tensor:
-    return gradient.new_empty(count)
+def _of_values(gradient: Tensor, input: Tensor, mask: Tensor, room: int, *_: Any) -> Tensor:
+    return gradient.new_empty(room)
 
 
 _WEIGHTS = ((convolution_weight, _of_values), (linear_weight, _of_values))

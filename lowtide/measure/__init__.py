@@ -214,5 +214,5 @@ def _how() -> list[str]:
     sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE)
     return [
         path.read_text(encoding="utf-8")
-        for path in (*here, *(Path(one.__file__) for one in (scratch, own, forms, sparse)), *sources)
+        for path in (*here, *map(Path, (scratch.__file__, own.__file__, forms.__file__, sparse.__file__)), *sources)
     ]

@@ -9,44 +9,16 @@ a dense gradient, which is read at the bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from lowtide.errors import UsageError
 from lowtide.forms import BLOCK
 from lowtide.graph import Graph, Input
 from lowtide.rewrite.forms import Layout, candidates, in_parts
 from lowtide.rewrite.sparse_products import with_kernels
 from lowtide.rewrites import Setting
+from lowtide.sparsity import read_choice, room
 
-DENSITY = 0.3  # where nothing is said
 LEAST = 4096  # elements of a weight: smaller ones, and vectors, matter more than they weigh
 INDEXED = ("embedding", "index_select", "gather")  # rows that are looked up get gradients now and then only
-
-
-DENSE = "dense"  # the word for: dense weights while their layers run, and torch's kernels
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a setting says."""
-
-    density: float  # the part of the weights that there are
-    kernels: bool = True  # products straight from the values
-
-
-def read_choice(setting: Setting) -> Choice:
-    """What a setting says: a density, and words behind it."""
-    number, *words = str(DENSITY if setting is None else setting).split("/")
-    try:
-        found = float(number)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1 or set(words) - {DENSE}:
-        raise UsageError(
-            f"sparse has no setting {setting!r}.",
-            hint=f"write sparse:0.3 for a density of 30%, or sparse:0.3/{DENSE} for dense weights while layers run.",
-        )
-    return Choice(found, DENSE not in words)
 
 
 def sparse(graph: Graph, setting: Setting) -> Graph:
@@ -54,6 +26,7 @@ def sparse(graph: Graph, setting: Setting) -> Graph:
     choice = read_choice(setting)
     chosen: list[tuple[Input, Layout]] = []
     counts: dict[str, tuple[tuple[int, ...], int]] = {}
+    rooms: dict[str, int] = {}  # of gradients: as many values as a weight may ever have
     for item in candidates(graph, "parameter"):
         value = graph.values[item.value]
         elements = math.prod(value.shape)
@@ -61,6 +34,7 @@ def sparse(graph: Graph, setting: Setting) -> Graph:
             continue
         count = min(elements, max(1, round(choice.density * elements / BLOCK)) * BLOCK)
         counts[str(item.path[0])] = value.shape, count
+        rooms[str(item.path[0])] = room(count, elements) if choice.every else count
         chosen.append((item, Layout(count=count)))
     for item in candidates(graph, "state"):
         shape, count = counts.get(str(item.path[0]), ((), 0))
@@ -69,7 +43,7 @@ def sparse(graph: Graph, setting: Setting) -> Graph:
     if not counts:
         return graph
     divided = in_parts(graph, chosen)
-    return with_kernels(divided) if choice.kernels else divided
+    return with_kernels(divided, rooms) if choice.kernels else divided
 
 
 def _trained(graph: Graph, item: Input) -> bool:

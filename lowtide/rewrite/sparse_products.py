@@ -1,4 +1,4 @@
-"""Products with sparse weights straight from their values: convolutions and linear layers whose dense weight is never made.
+"""Products with sparse weights straight from their values: layers whose dense weight is never made.
 
 The forward, the gradient of the input and that of the weight are ops of their own; the last one makes the gradient of
 the values. What reads it as a whole is an elementwise update that ends at the same mask, so that zeros elsewhere change
@@ -8,7 +8,7 @@ sums of their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lowtide.aten import ADD
@@ -30,27 +30,31 @@ class Weight:
 
     values: int
     mask: int
-    count: int  # of values
+    room: int  # of a gradient's values
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
-def with_kernels(graph: Graph) -> Graph:
-    """The graph whose sparse weights are multiplied from their values, as far as there are kernels for it."""
+def with_kernels(graph: Graph, rooms: Mapping[str, int]) -> Graph:
+    """The graph whose sparse weights are multiplied from their values, as far as there are kernels for it.
+
+    `rooms` says for each weight, by its name, how many values its gradient has room for.
+    """
     if sparse.library() is None:
         return graph
-    return _summed(_Products(graph).write())
+    return _summed(_Products(graph, rooms).write())
 
 
 class _Products:
     """Replaces ops that read a sparse weight, or make its gradient."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, rooms: Mapping[str, int]) -> None:
         self.graph, self.editor = graph, Editor(graph)
         self.shapes = Shapes(graph.values, graph.views)
         self.weights: dict[int, Weight] = {}  # by the value that is the dense one
+        names = {item.value: str(item.path[0]) for item in graph.inputs}
         for op in graph.ops:
-            if op.target == UNPACK and (found := _weight(graph, op)) is not None:
+            if op.target == UNPACK and (found := _weight(graph, op, names, rooms)) is not None:
                 self.weights[op.makes[0]] = found
         self.masks = {one.mask: one for one in self.weights.values()}
 
@@ -91,7 +95,7 @@ class _Products:
             args = (gradient, *self.parts(found), size, found.shape, *window)
             self.put(index, op, "input", sparse.CONVOLUTION_INPUT, args, of_input)
         if of_weight is not None:
-            args = (gradient, given, Read(found.mask), found.count, found.shape, *window)
+            args = (gradient, given, Read(found.mask), found.room, found.shape, *window)
             self.gradient(index, op, sparse.CONVOLUTION_WEIGHT, args, of_weight, found)
         if of_bias is not None:
             self.put(index, op, "bias", "aten.sum.dim_IntList", (gradient, (0, 2, 3)), of_bias)
@@ -106,11 +110,11 @@ class _Products:
             seen = self.shapes.tensor(weight)
             if (tuple(seen.shape), tuple(seen.stride())) == (found.shape[::-1], found.stride[::-1]):
                 if self.is_vector(bias, found.shape[0]):
-                    args = (given, *self.parts(found), bias[0] if bias else None, found.shape)
-                    self.editor.change(index, replace(op, target=sparse.LINEAR, args=args))
+                    forward = (given, *self.parts(found), bias[0] if bias else None, found.shape)
+                    self.editor.change(index, replace(op, target=sparse.LINEAR, args=forward))
             elif (tuple(seen.shape), tuple(seen.stride())) == (found.shape, found.stride) and not bias:
-                args = (given, *self.parts(found), found.shape)
-                self.editor.change(index, replace(op, target=sparse.LINEAR_INPUT, args=args))
+                backward = (given, *self.parts(found), found.shape)
+                self.editor.change(index, replace(op, target=sparse.LINEAR_INPUT, args=backward))
         elif found is None and not bias:
             mask = self.reached(op.makes[0])
             known = self.masks.get(-1 if mask is None else mask)
@@ -118,7 +122,7 @@ class _Products:
             if known is not None and (made.shape, made.stride) == (known.shape, known.stride):
                 turned = Read(given.value, self.editor.view(View(given.view, TRANSPOSE)))
                 self.editor.take_out(index)
-                args = (turned, weight, Read(known.mask), known.count, known.shape)
+                args = (turned, weight, Read(known.mask), known.room, known.shape)
                 self.gradient(index, op, sparse.LINEAR_WEIGHT, args, op.makes[0], known)
 
     def of(self, arg: Arg) -> Weight | None:
@@ -174,14 +178,14 @@ class _Products:
         self.editor.put(index, 0, index, call)
 
 
-def _weight(graph: Graph, op: Op) -> Weight | None:
+def _weight(graph: Graph, op: Op, names: Mapping[int, str], rooms: Mapping[str, int]) -> Weight | None:
     """The sparse parameter that an op makes dense."""
     values, _, mask, *_ = op.args
     if not isinstance(values, Read) or not isinstance(mask, Read) or graph.values[values.value].kind != "parameter":
         return None
     dense = graph.values[op.makes[0]]
-    count = graph.values[values.value].shape[0]
-    return Weight(values.value, mask.value, count, dense.shape, dense.stride) if _contiguous(dense) else None
+    found = Weight(values.value, mask.value, rooms[names[values.value]], dense.shape, dense.stride)
+    return found if _contiguous(dense) else None
 
 
 def _contiguous(value: Value) -> bool:
