@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -19,8 +19,9 @@ from lowtide.forms import BLOCK, MASK, SCALES, VALUES
 from lowtide.kernels import forms
 from lowtide.packed import Content, Packed, mask_bits
 from lowtide.program import Plan
-from lowtide.sparsity import SHARE, read_choice, room, shared_out
+from lowtide.rewrite.sparse import read_choice, room
 
+SHARE = 0.1  # of all sparse weights, the smallest of them, move at a time
 STEPS = "sparse steps"  # how a state_dict calls the number of steps that were taken
 Array = numpy.ndarray[Any, Any]
 
@@ -65,6 +66,20 @@ class Moving:
         for name, some, target in zip(pool, kept, targets, strict=True):
             draws = numpy.random.default_rng([zlib.crc32(name.encode()), self.steps])
             pool[name].rearrange(_chosen(pool[name], some, target, draws))
+
+
+def shared_out(kept: Sequence[int], counts: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """How many weights each layer has after a move: by what it keeps, in whole blocks, as many in all as before."""
+    found = [max(1, -(-some // BLOCK)) for some in kept]  # in blocks
+    most = [one // BLOCK for one in rooms]
+    left = sum(counts) // BLOCK - sum(found)
+    wanted = [some / max(1, sum(kept)) * sum(counts) / BLOCK for some in kept]
+    while left > 0:
+        open_ = [place for place in range(len(found)) if found[place] < most[place]]
+        place = max(open_, key=lambda one: (wanted[one] - found[one], -one))
+        found[place] += 1
+        left -= 1
+    return [blocks * BLOCK for blocks in found]
 
 
 def _count(content: Content) -> int:

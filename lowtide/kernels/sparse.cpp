@@ -9,10 +9,10 @@
 namespace {
 
 constexpr int64_t kLanes = 16, kVectors = 6;  // of a vector of floats; of vectors that stay in registers
-constexpr int64_t kTaps = 2048;               // in scratch at a time, for each thread
+constexpr int64_t kTaps = 1024;               // in scratch at a time, for each thread
 constexpr int64_t kKernel = 8, kPhases = 8;   // the largest kernel and stride, along one side
 constexpr int64_t kGroup = 16;                // channels whose taps are looked for in one walk through the mask
-constexpr int64_t kBand = 14 * 1024;          // floats of the rows in scratch, as far as one row has fewer
+constexpr int64_t kBand = 10 * 1024;          // floats of the rows in scratch, as far as one row has fewer
 
 typedef float Vector __attribute__((vector_size(64)));
 typedef float Loose __attribute__((vector_size(64), aligned(4)));
@@ -22,8 +22,8 @@ enum Type : int64_t { kFloat32, kBfloat16, kFloat16 };
 struct Task {
   int64_t type;  // of the values
   const void* values;
-  const uint8_t* mask;
-  int64_t count;  // of values
+  const uint8_t* mask;  // null: there is a value for each element
+  int64_t count;        // of values
   int64_t rows, columns, kernel[2], stride[2], padding[2], dilation[2];
   int64_t images, in_size[2], out_size[2];
   float* in;
@@ -136,6 +136,7 @@ class Mask {
       : mask_(task.mask), bytes_((task.rows * task.columns * task.kernel[0] * task.kernel[1] + 7) / 8) {}
 
   uint64_t bits(int64_t first, int64_t count) const {  // at most 57
+    if (mask_ == nullptr) return (1ull << count) - 1;
     uint64_t word = 0;
     const int64_t byte = first >> 3, there = bytes_ - byte;
     if (there >= 8) {
@@ -147,6 +148,7 @@ class Mask {
   }
 
   int64_t set(int64_t first, int64_t last) const {  // how many
+    if (mask_ == nullptr) return last - first;
     int64_t found = 0;
     for (; first < last; first += 56) found += __builtin_popcountll(bits(first, std::min<int64_t>(56, last - first)));
     return found;

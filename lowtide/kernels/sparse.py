@@ -63,14 +63,14 @@ class _Task(ctypes.Structure):
 
 def define(registry: torch.library.Library) -> None:
     """Add the ops to lowtide's."""
-    weight, window = "Tensor values, Tensor mask", "int[] size, int[] stride, int[] padding, int[] dilation"
+    weight, window = "Tensor values, Tensor? mask", "int[] size, int[] stride, int[] padding, int[] dilation"
     for name, arguments, function, fake in (
         ("convolution", f"Tensor input, {weight}, Tensor? bias, {window}", convolution, _convolved),
         ("convolution_input", f"Tensor gradient, {weight}, int[] input, {window}", convolution_input, _like_input),
-        ("convolution_weight", f"Tensor gradient, Tensor input, Tensor mask, int room, {window}", *_WEIGHTS[0]),
+        ("convolution_weight", f"Tensor gradient, Tensor input, Tensor? mask, int room, {window}", *_WEIGHTS[0]),
         ("linear", f"Tensor input, {weight}, Tensor? bias, int[] size", linear, _multiplied),
         ("linear_input", f"Tensor gradient, {weight}, int[] size", linear_input, _multiplied_back),
-        ("linear_weight", "Tensor gradient, Tensor input, Tensor mask, int room, int[] size", *_WEIGHTS[1]),
+        ("linear_weight", "Tensor gradient, Tensor input, Tensor? mask, int room, int[] size", *_WEIGHTS[1]),
     ):
         registry.define(f"sparse_{name}({arguments}) -> Tensor")
         registry.impl(f"sparse_{name}", function, "CPU")
@@ -105,7 +105,7 @@ def fits(size: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...
 def convolution(
     input: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     bias: Tensor | None,
     size: list[int],
     stride: list[int],
@@ -125,7 +125,7 @@ def convolution(
 def convolution_input(
     gradient: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     input: list[int],
     size: list[int],
     stride: list[int],
@@ -145,20 +145,23 @@ def convolution_input(
 def convolution_weight(
     gradient: Tensor,
     input: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     room: int,
     size: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    """The gradient of the values, in their order; what there is room for beyond them is zero."""
+    """The gradient of the values, in their order; what there is room for beyond them is zero.
+
+    Without a mask it is that of the weight.
+    """
     _check(torch.float32, None, mask, room, size, (gradient, input))
     _refuse_window(input.shape, gradient.shape, size, stride, padding, dilation)
     if library() is None:
         dense = _backward(gradient, input, torch.empty(size), (stride, padding, dilation), 1)
         return _at_bits(dense, mask, room)
-    made, window = torch.zeros(room), (stride, padding, dilation)
+    made, window = torch.zeros(size if mask is None else room), (stride, padding, dilation)
     _run(WEIGHT, None, mask, size, window, _image(input), _image(gradient), input.shape[0], gradient=made)
     return made
 
@@ -166,7 +169,7 @@ def convolution_weight(
 # ------------------------------------------------------------------------------------------------------- linear layers
 
 
-def linear(input: Tensor, values: Tensor, mask: Tensor, bias: Tensor | None, size: list[int]) -> Tensor:
+def linear(input: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor | None, size: list[int]) -> Tensor:
     """What aten.addmm makes of a matrix and the dense weight of this size."""
     _check(values.dtype, values, mask, values.numel(), size, (input, bias))
     made = _multiplied(input, values, mask, bias, size)
@@ -176,7 +179,7 @@ def linear(input: Tensor, values: Tensor, mask: Tensor, bias: Tensor | None, siz
     return made
 
 
-def linear_input(gradient: Tensor, values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
+def linear_input(gradient: Tensor, values: Tensor, mask: Tensor | None, size: list[int]) -> Tensor:
     """The gradient of the input, given that of the result."""
     _check(values.dtype, values, mask, values.numel(), size, (gradient,))
     made = _multiplied_back(gradient, values, mask, size)
@@ -186,7 +189,7 @@ def linear_input(gradient: Tensor, values: Tensor, mask: Tensor, size: list[int]
     return made
 
 
-def linear_weight(gradient: Tensor, input: Tensor, mask: Tensor, room: int, size: list[int]) -> Tensor:
+def linear_weight(gradient: Tensor, input: Tensor, mask: Tensor | None, room: int, size: list[int]) -> Tensor:
     """The gradient of the values, in their order; what there is room for beyond them is zero."""
     _check(torch.float32, None, mask, room, size, (gradient, input))
     shapes = (gradient.shape, input.shape)
@@ -208,7 +211,7 @@ Image = tuple[
 
 
 def _run_rows(
-    way: int, values: Tensor | None, mask: Tensor, size: list[int], input: Tensor, output: Tensor, **more: Any
+    way: int, values: Tensor | None, mask: Tensor | None, size: list[int], input: Tensor, output: Tensor, **more: Any
 ) -> None:
     """A linear layer as a convolution over rows of examples; what is left over is a shorter row."""
     whole = input.shape[0] // WIDTH * WIDTH
@@ -226,7 +229,7 @@ def _run_rows(
 def _run(
     way: int,
     values: Tensor | None,
-    mask: Tensor,
+    mask: Tensor | None,
     size: list[int],
     window: Sides,
     input: Image,
@@ -244,12 +247,12 @@ def _run(
         return
     side, sides = _INT * 2, _INT * 4
     task = _Task(
-        *(TYPES.index(stored.dtype), stored.data_ptr(), mask.data_ptr(), stored.numel(), *size[:2], side(*size[2:])),
+        *(TYPES.index(stored.dtype), stored.data_ptr(), _address(mask), stored.numel(), *size[:2], side(*size[2:])),
         *(side(*one) for one in window),
         images,
         *(side(*input[1]), side(*output[1])),
         *(input[0].data_ptr(), sides(*input[2]), output[0].data_ptr(), sides(*output[2])),
-        *(None if one is None else one.data_ptr() for one in (bias, gradient)),
+        *(_address(bias), _address(gradient)),
     )
     floats = compiled.lowtide_sparse_scratch(ctypes.byref(task), way, threads)
     if floats >= 2**31:
@@ -258,11 +261,17 @@ def _run(
     compiled.lowtide_sparse_run(ctypes.byref(task), way, scratch.data_ptr(), threads)
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _image(tensor: Tensor) -> Image:
     return tensor, list(tensor.shape[2:]), list(tensor.stride())
 
 
-def _dense(values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
+def _dense(values: Tensor, mask: Tensor | None, size: list[int]) -> Tensor:
+    if mask is None:
+        return values.float().view(size)
     return forms.unpack(values, None, mask, size, list(torch.empty(size, device="meta").stride()))
 
 
@@ -275,7 +284,9 @@ def _backward(gradient: Tensor, input: Tensor, dense: Tensor, window: Sides, whi
     return found
 
 
-def _at_bits(dense: Tensor, mask: Tensor, room: int) -> Tensor:
+def _at_bits(dense: Tensor, mask: Tensor | None, room: int) -> Tensor:
+    if mask is None:
+        return dense
     made, bits = torch.zeros(room), numpy.unpackbits(mask.numpy(), bitorder="little", count=dense.numel())
     forms.pack(made[: int(bits.sum())], None, mask, None, dense.contiguous(), list(range(dense.dim())))
     return made
@@ -284,20 +295,21 @@ def _at_bits(dense: Tensor, mask: Tensor, room: int) -> Tensor:
 def _check(
     dtype: torch.dtype,
     values: Tensor | None,
-    mask: Tensor,
+    mask: Tensor | None,
     count: int,
     size: list[int],
     floats: tuple[Tensor | None, ...],
 ) -> None:
     elements = math.prod(size)
-    parts = [mask] if values is None else [values, mask]
-    plain = all(part.dim() == 1 and part.is_contiguous() and part.device.type == "cpu" for part in parts)
+    parts = [part for part in (values, mask) if part is not None]
+    plain = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
     there = [tensor for tensor in floats if tensor is not None]
     known = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in there)
-    if not plain or not known or dtype not in TYPES or mask.dtype is not torch.uint8:
-        raise ValueError(f"a sparse layer takes float32, and its parts as vectors; not {dtype} and {mask.dtype}")
-    if 8 * mask.numel() < elements or not 0 <= count <= elements:
-        raise ValueError(f"{count} values and a mask of {8 * mask.numel()} bits are not those of {size}")
+    if not plain or not known or dtype not in TYPES or (mask is not None and mask.dtype is not torch.uint8):
+        raise ValueError(f"a sparse layer takes float32, values without gaps and a mask of bytes; not {dtype}")
+    bits = elements if mask is None else 8 * mask.numel()
+    if bits < elements or not 0 <= count <= elements or (mask is None and count != elements):
+        raise ValueError(f"{count} values and a mask of {bits} bits are not those of {size}")
 
 
 def _refuse_window(
@@ -316,7 +328,7 @@ def _refuse_window(
 def _convolved(
     input: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     bias: Tensor | None,
     size: list[int],
     stride: list[int],
@@ -335,7 +347,7 @@ def _convolved(
 def _like_input(
     gradient: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     input: list[int],
     size: list[int],
     stride: list[int],
@@ -346,14 +358,14 @@ def _like_input(
     return gradient.new_empty(input)
 
 
-def _multiplied(input: Tensor, values: Tensor, mask: Tensor, bias: Tensor | None, size: list[int]) -> Tensor:
+def _multiplied(input: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor | None, size: list[int]) -> Tensor:
     if input.dim() != 2 or len(size) != 2 or input.shape[1] != size[1]:
         raise ValueError(f"no product of {list(input.shape)} and {size}")
     _check_bias(bias, size)
     return input.new_empty((input.shape[0], size[0]))
 
 
-def _multiplied_back(gradient: Tensor, values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
+def _multiplied_back(gradient: Tensor, values: Tensor, mask: Tensor | None, size: list[int]) -> Tensor:
     if gradient.dim() != 2 or len(size) != 2 or gradient.shape[1] != size[0]:
         raise ValueError(f"no product of {list(gradient.shape)} and {size}")
     return gradient.new_empty((gradient.shape[0], size[1]))
@@ -364,8 +376,8 @@ def _check_bias(bias: Tensor | None, size: list[int]) -> None:
         raise ValueError(f"a bias of {list(bias.shape)} is not that of {size}")
 
 
-def _of_values(gradient: Tensor, input: Tensor, mask: Tensor, room: int, *_: Any) -> Tensor:
-    return gradient.new_empty(room)
+def _of_values(gradient: Tensor, input: Tensor, mask: Tensor | None, room: int, size: list[int], *_: Any) -> Tensor:
+    return gradient.new_empty(size if mask is None else room)
 
 
 _WEIGHTS = ((convolution_weight, _of_values), (linear_weight, _of_values))

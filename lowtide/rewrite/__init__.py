@@ -26,13 +26,12 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
-from lowtide.rewrite.sparse import sparse
+from lowtide.rewrite.sparse import DENSITY, sparse
 from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrite.state8 import state8
 from lowtide.rewrite.updates import fused
 from lowtide.rewrite.weights16 import weights16
 from lowtide.rewrites import Change, Exactness, Rewrite, Setting
-from lowtide.sparsity import DENSITY
 
 __all__ = [
     "EXACT",

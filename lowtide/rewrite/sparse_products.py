@@ -3,11 +3,12 @@
 The forward, the gradient of the input and that of the weight are ops of their own; the last one makes the gradient of
 the values. What reads it as a whole is an elementwise update that ends at the same mask, so that zeros elsewhere change
 nothing; where a gradient goes anywhere else, as into the norm that clips it, it stays dense. Sums of such gradients are
-sums of their values.
+sums of their values. Convolutions whose weight is too small to be sparse take the same kernels, with all of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -20,16 +21,17 @@ from lowtide.rewrite.accumulate import plain_add, sums
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.updates import as_it_is, elementwise, without_unread
 
+LEAST = 4096  # elements of a weight: smaller ones, and vectors, matter more than they weigh
 CONVOLUTION, CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 MM, ADDMM, TRANSPOSE = "aten.mm.default", "aten.addmm.default", "aten.t.default"
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that is there as values and a mask."""
+    """A parameter that is there as values and a mask or, where it is small, as it is."""
 
     values: int
-    mask: int
+    mask: int | None
     room: int  # of a gradient's values
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,7 +58,12 @@ class _Products:
         for op in graph.ops:
             if op.target == UNPACK and (found := _weight(graph, op, names, rooms)) is not None:
                 self.weights[op.makes[0]] = found
-        self.masks = {one.mask: one for one in self.weights.values()}
+        self.masks = {one.mask: one for one in self.weights.values() if one.mask is not None}
+        for item in graph.inputs:
+            value = graph.values[item.value]
+            if _small(value) and item.value not in self.weights:
+                room = math.prod(value.shape)
+                self.weights[item.value] = Weight(item.value, None, room, value.shape, value.stride)
 
     def write(self) -> Graph:
         ways: dict[str, Callable[[int, Op], None]] = {
@@ -86,7 +93,7 @@ class _Products:
         if found is None or transposed or groups != 1 or not self.suits(found, window) or not self.plain(op.makes):
             return
         of_input, of_weight, of_bias = op.outputs
-        if of_weight is not None and self.reached(of_weight) != found.mask:
+        if of_weight is not None and found.mask is not None and self.reached(of_weight) != found.mask:
             return
         assert isinstance(given, Read)
         self.editor.take_out(index)
@@ -95,7 +102,7 @@ class _Products:
             args = (gradient, *self.parts(found), size, found.shape, *window)
             self.put(index, op, "input", sparse.CONVOLUTION_INPUT, args, of_input)
         if of_weight is not None:
-            args = (gradient, given, Read(found.mask), found.room, found.shape, *window)
+            args = (gradient, given, self.parts(found)[1], found.room, found.shape, *window)
             self.gradient(index, op, sparse.CONVOLUTION_WEIGHT, args, of_weight, found)
         if of_bias is not None:
             self.put(index, op, "bias", "aten.sum.dim_IntList", (gradient, (0, 2, 3)), of_bias)
@@ -106,7 +113,7 @@ class _Products:
         found = self.of(weight)
         if not isinstance(given, Read) or not isinstance(weight, Read) or not self.plain(op.makes):
             return
-        if found is not None and len(found.shape) == 2:
+        if found is not None and found.mask is not None and len(found.shape) == 2:
             seen = self.shapes.tensor(weight)
             if (tuple(seen.shape), tuple(seen.stride())) == (found.shape[::-1], found.stride[::-1]):
                 if self.is_vector(bias, found.shape[0]):
@@ -122,14 +129,14 @@ class _Products:
             if known is not None and (made.shape, made.stride) == (known.shape, known.stride):
                 turned = Read(given.value, self.editor.view(View(given.view, TRANSPOSE)))
                 self.editor.take_out(index)
-                args = (turned, weight, Read(known.mask), known.room, known.shape)
+                args = (turned, weight, self.parts(known)[1], known.room, known.shape)
                 self.gradient(index, op, sparse.LINEAR_WEIGHT, args, op.makes[0], known)
 
     def of(self, arg: Arg) -> Weight | None:
         return self.weights.get(arg.value) if isinstance(arg, Read) else None
 
-    def parts(self, weight: Weight) -> tuple[Read, Read]:
-        return Read(weight.values), Read(weight.mask)
+    def parts(self, weight: Weight) -> tuple[Read, Read | None]:
+        return Read(weight.values), None if weight.mask is None else Read(weight.mask)
 
     def is_vector(self, bias: list[Arg], length: int) -> bool:
         """Whether a bias, if there is one, is one number for each row of the weight."""
@@ -168,6 +175,9 @@ class _Products:
 
     def gradient(self, index: int, op: Op, target: str, args: tuple[Arg, ...], dense: int, weight: Weight) -> None:
         """The gradient of the values, and the dense one made of it, which nobody may want in the end."""
+        if weight.mask is None:
+            self.put(index, op, "weight", target, args, dense)
+            return
         like = replace(self.graph.values[dense], name=f"{self.graph.values[dense].name} values", form="sparse")
         made = self.editor.value(replace(like, eager_end=-1))
         self.put(index, op, "weight", target, args, made)
@@ -186,6 +196,12 @@ def _weight(graph: Graph, op: Op, names: Mapping[int, str], rooms: Mapping[str, 
     dense = graph.values[op.makes[0]]
     found = Weight(values.value, mask.value, rooms[names[values.value]], dense.shape, dense.stride)
     return found if _contiguous(dense) else None
+
+
+def _small(value: Value) -> bool:
+    """Whether this is a convolution's weight that is too small to be sparse: torch's kernels would allocate more."""
+    plain = value.kind == "parameter" and value.form == "plain" and value.dtype == "float32" and _contiguous(value)
+    return plain and len(value.shape) == 4 and 0 < math.prod(value.shape) < LEAST
 
 
 def _contiguous(value: Value) -> bool:

@@ -11,10 +11,10 @@ import torch
 from formed import batches, made, step
 
 import lowtide
-from lowtide.fit.moving import Moving
+from lowtide.fit.moving import SHARE, Moving, shared_out
 from lowtide.forms import MASK, VALUES
 from lowtide.packed import Content, Packed, mask_bits
-from lowtide.sparsity import SHARE, read_choice, room, shared_out
+from lowtide.rewrite.sparse import read_choice, room
 
 BUDGET = 440_000  # bytes: what the step takes without sparse weights is more
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights that were not zero are zero now")
@@ -135,7 +135,9 @@ def test_layers_share_blocks_by_what_they_keep() -> None:
     assert shared_out([2000, 1000], [1536, 1536], [10**6, 10**6]) == [2048, 1024]
 
 
-@pytest.mark.parametrize("setting", ["0", "1", "0.3/", "0.3/move:0", "0.3/moved", "0.3/move/move:3", "x", "0.3/dense/dense"])
+@pytest.mark.parametrize(
+    "setting", ["0", "1", "0.3/", "0.3/move:0", "0.3/moved", "0.3/move/move:3", "x", "0.3/dense/dense"]
+)
 def test_other_settings_are_refused(setting: str) -> None:
     with pytest.raises(lowtide.UsageError, match="has no setting"):
         read_choice(setting)

@@ -55,7 +55,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 
 def convolved(
-    window: tuple[Any, ...], x: Tensor, g: Tensor, values: Tensor, mask: Tensor, bias: Tensor
+    window: tuple[Any, ...], x: Tensor, g: Tensor, values: Tensor, mask: Tensor | None, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, channels, made, _, kernel, *sides = window
     size, more = [made, channels, *kernel], [list(side) for side in sides]
@@ -91,6 +91,9 @@ def test_convolutions_are_those_of_the_dense_weight(
     for one, other in zip(found, (expected, given.grad, dense.grad.view(-1)[bits]), strict=True):
         assert one.shape == other.shape
         assert apart(one, other) < NEAR
+    again = convolved(window, x, g, dense.detach().float(), None, bias)  # without a mask
+    assert not compiled or torch.equal(again[2].view(-1)[bits], found[2])
+    assert all(apart(one, other) < NEAR for one, other in zip(again, (expected, given.grad, dense.grad), strict=True))
     lying = convolved(window, x.to(memory_format=torch.channels_last), g.mT.contiguous().mT, values, mask, bias)
     assert not compiled or all(torch.equal(one, other) for one, other in zip(found, lying, strict=True))
 
@@ -197,7 +200,8 @@ def test_a_gradient_that_is_clipped_stays_dense() -> None:
     targets = {op.target for op in graph.ops}
     assert sparse.CONVOLUTION in targets
     assert "aten.convolution_backward.default" in targets
-    assert not targets & {sparse.CONVOLUTION_WEIGHT, sparse.LINEAR_WEIGHT}
+    of_weights = [op for op in graph.ops if op.target in (sparse.CONVOLUTION_WEIGHT, sparse.LINEAR_WEIGHT)]
+    assert all(op.args[2] is None for op in of_weights), "only what has no mask"
 
 
 def test_with_all_weights_there_a_step_is_eager_s() -> None:
