@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kLanes = 16, kVectors = 6;  // of a vector of floats; of vectors that stay in registers
 constexpr int64_t kTaps = 1024;               // in scratch at a time, for each thread
 constexpr int64_t kKernel = 8, kPhases = 8;   // the largest kernel and stride, along one side
-constexpr int64_t kGroup = 16;                // channels whose taps are looked for in one walk through the mask
+constexpr int64_t kLists = 16;                // of taps that one walk through the mask fills, for channels and phases
 constexpr int64_t kBand = 10 * 1024;          // floats of the rows in scratch, as far as one row has fewer
 
 typedef float Vector __attribute__((vector_size(64)));
@@ -91,7 +91,7 @@ struct Layout {
   int64_t pitch, rows, plane;  // of a plane
   int64_t channel;             // floats of all planes of a channel
   int64_t vectors;             // of a result's band, rows one pitch apart
-  int64_t phases;              // of the targets
+  int64_t phases, group;       // of the targets; channels whose taps are looked for in one walk
   int64_t pieces, each;        // threads at work, and the floats that each has for itself
   int64_t tap[kKernel * kKernel], phase[kKernel * kKernel];
 
@@ -99,7 +99,7 @@ struct Layout {
   int64_t floats() const { return planes() + pieces * each; }
 };
 
-Layout layout_of(const Task& task, bool backward, int64_t sums, int64_t threads) {
+Layout layout_of(const Task& task, bool backward, int64_t threads) {
   Layout all{backward ? backward_axis(task, 0) : forward_axis(task, 0),
              backward ? backward_axis(task, 1) : forward_axis(task, 1)};
   all.channels = backward ? task.rows : task.columns;
@@ -116,7 +116,8 @@ Layout layout_of(const Task& task, bool backward, int64_t sums, int64_t threads)
   all.phases = all.h.target_step * all.w.target_step;
   const int64_t targets = backward ? task.columns : task.rows;
   all.pieces = std::max<int64_t>(1, std::min(threads, targets));
-  all.each = 2 * kTaps + sums * all.phases * all.vectors * kLanes;
+  all.group = backward ? std::max<int64_t>(1, kLists / all.phases) : 1;
+  all.each = 2 * kTaps + all.group * all.phases * all.vectors * kLanes;
   for (int64_t y = 0; y < task.kernel[0]; ++y) {
     for (int64_t x = 0; x < task.kernel[1]; ++x) {
       const int64_t k = y * task.kernel[1] + x;
@@ -364,13 +365,13 @@ struct Piece {
   }
 
   void backward() const {
-    for (int64_t column = from; column < to; column += kGroup) group(column, std::min(kGroup, to - column));
+    for (int64_t column = from; column < to; column += all.group) group(column, std::min(all.group, to - column));
   }
 
   void group(int64_t column, int64_t columns) const {
-    const int64_t lists = kGroup * all.phases, room = kTaps / lists, size = all.vectors * kLanes;
-    int64_t listed[kGroup * kPhases * kPhases] = {};
-    bool begun[kGroup * kPhases * kPhases] = {};
+    const int64_t room = kTaps / (all.group * all.phases), size = all.vectors * kLanes;
+    int64_t listed[kLists + kPhases * kPhases] = {};
+    bool begun[kLists + kPhases * kPhases] = {};
     const auto flush = [&](int64_t list) {
       add(planes, offsets() + list * room, weights() + list * room, listed[list], all.vectors, sums() + list * size,
           !begun[list]);
@@ -435,7 +436,7 @@ enum Way : int64_t { kForward, kBackward, kWeight };
 
 void run(const Task& task, Way way, float* scratch, int64_t threads) {
   const bool back = way == kBackward;
-  const Layout all = layout_of(task, back, back ? kGroup : 1, threads);
+  const Layout all = layout_of(task, back, threads);
   const int64_t targets = back ? task.columns : task.rows;
   const float* source = back ? task.out : task.in;
   const int64_t* stride = back ? task.out_stride : task.in_stride;
@@ -463,7 +464,7 @@ extern "C" {
 
 // The floats of scratch that a call needs.
 int64_t lowtide_sparse_scratch(const Task* task, int64_t way, int64_t threads) {
-  return layout_of(*task, way == kBackward, way == kBackward ? kGroup : 1, threads).floats();
+  return layout_of(*task, way == kBackward, threads).floats();
 }
 
 // The result (way 0), the gradient of the input (1), or that of the values (2), which is added to what is there.
