@@ -80,6 +80,10 @@ class Maker:
 
     def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
         """The step for batches like this one; from a similar one, where one is known: the latest are first."""
+        with self._request.aloud:
+            return self._made(batch, numbers, known)
+
+    def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Fit:
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         leave = self._leave(captured.graph, batch, numbers, known)
