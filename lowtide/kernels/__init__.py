@@ -85,17 +85,18 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
 
     `itself` asks for the variant that overwrites its first argument, such as `relu_`; it needs no name.
     """
-    if not target.startswith("aten."):
+    namespace = getattr(torch.ops, target.split(".")[0]) if target.startswith(("aten.", "lowtide.sparse")) else None
+    if namespace is None:
         return None
     functional = overload(target)
     arguments = [(a.name, str(a.type)) for a in schema(functional).arguments]
     if itself:
-        packet = getattr(torch.ops.aten, base_name(functional) + "_", None)
+        packet = getattr(namespace, base_name(functional) + "_", None)
         variant = None if packet is None else getattr(packet, overload_name(functional), None)
         if variant is None or [(a.name, str(a.type)) for a in schema(variant).arguments] != arguments:
             return None
         return variant, None
-    packet = getattr(torch.ops.aten, base_name(functional))
+    packet = getattr(namespace, base_name(functional))
     for name in packet.overloads():
         variant = getattr(packet, name)
         outs = [a for a in schema(variant).arguments if a.is_out]

@@ -95,6 +95,7 @@ struct Layout {
   int64_t pieces, each;        // threads at work, and the floats that each has for itself
   int64_t tap[kKernel * kKernel], phase[kKernel * kKernel];
 
+  bool carries() const { return h.source_step == 1 && h.target_step == 1; }
   int64_t planes() const { return channels * channel + kLanes; }
   int64_t floats() const { return planes() + pieces * each; }
 };
@@ -202,17 +203,24 @@ FOR_EACH_PROCESSOR void values_of(const Task& task, int64_t first, int64_t count
 
 // ------------------------------------------------------------------------------------------------------------------ planes
 
-// Copies the rows of a band, of some channels, with zeros around them.
+// Copies the rows of a band, of some channels, with zeros around them. Rows that the band before had, too, are those in
+// scratch: where results are written over the source, they are not there any more.
 FOR_EACH_PROCESSOR void fill(const Layout& all, const float* source, const int64_t* stride, int64_t quotient,
                              int64_t from, int64_t to, float* planes) {
+  const int64_t known = all.carries() && quotient > 0 ? all.h.reach() : 0;
   for (int64_t channel = from; channel < to; ++channel) {
     float* row = planes + channel * all.channel;
+    for (int64_t plane = 0; known > 0 && plane < all.w.source_phases; ++plane) {
+      float* first = row + plane * all.plane;
+      std::memmove(first, first + all.band * all.pitch, known * all.pitch * sizeof(float));
+    }
     for (int64_t a = 0; a < all.h.source_phases; ++a) {
       for (int64_t b = 0; b < all.w.source_phases; ++b) {
         const int64_t step = all.w.source_step, shift = all.w.low * step + all.w.shift[b];
         const int64_t first = std::min(all.pitch, std::max<int64_t>(0, (step - 1 - shift) / step));
         const int64_t last = std::max(first, std::min(all.pitch, (all.w.sources - shift + step - 1) / step));
-        for (int64_t r = 0; r < all.rows; ++r, row += all.pitch) {
+        row += known * all.pitch;
+        for (int64_t r = known; r < all.rows; ++r, row += all.pitch) {
           const int64_t y = (quotient + r + all.h.low) * all.h.source_step + all.h.shift[a];
           if (y < 0 || y >= all.h.sources || first == last) {
             std::memset(row, 0, all.pitch * sizeof(float));

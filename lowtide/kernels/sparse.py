@@ -74,6 +74,9 @@ def define(registry: torch.library.Library) -> None:
     ):
         registry.define(f"sparse_{name}({arguments}) -> Tensor")
         registry.impl(f"sparse_{name}", function, "CPU")
+        if function in (convolution, convolution_input):  # bands of rows are copied before they are written over
+            registry.define(f"sparse_{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
+            registry.impl(f"sparse_{name}.out", function, "CPU")
         torch.library.register_fake(f"lowtide::sparse_{name}", fake, lib=registry)
 
 
@@ -111,12 +114,14 @@ def convolution(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """What aten.convolution makes with the dense weight of this size."""
+    """What aten.convolution makes with the dense weight of this size; `out` may be the input."""
     _check(values.dtype, values, mask, values.numel(), size, (input, bias))
-    made = _convolved(input, values, mask, bias, size, stride, padding, dilation)
+    made = _onto(out, _convolved_size(input, bias, size, (stride, padding, dilation)))
     if library() is None:
-        return torch.conv2d(input, _dense(values, mask, size), bias, stride, padding, dilation)
+        return made.copy_(torch.conv2d(input, _dense(values, mask, size), bias, stride, padding, dilation))
     window = (stride, padding, dilation)
     _run(FORWARD, values, mask, size, window, _image(input), _image(made), input.shape[0], bias=bias)
     return made
@@ -131,12 +136,15 @@ def convolution_input(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the input, which has this size, given that of the result."""
+    """The gradient of the input, which has this size, given that of the result; `out` may be the latter."""
     _check(values.dtype, values, mask, values.numel(), size, (gradient,))
-    made = _like_input(gradient, values, mask, input, size, stride, padding, dilation)
+    _refuse_window(input, gradient.shape, size, stride, padding, dilation)
+    made = _onto(out, input)
     if library() is None:
-        return _backward(gradient, made, _dense(values, mask, size), (stride, padding, dilation), 0)
+        return made.copy_(_backward(gradient, made, _dense(values, mask, size), (stride, padding, dilation), 0))
     window = (stride, padding, dilation)
     _run(INPUT, values, mask, size, window, _image(made), _image(gradient), input[0])
     return made
@@ -269,6 +277,15 @@ def _image(tensor: Tensor) -> Image:
     return tensor, list(tensor.shape[2:]), list(tensor.stride())
 
 
+def _onto(out: Tensor | None, size: list[int]) -> Tensor:
+    """A tensor for a result of this size: the one that is given, if it is such a one, or a new one."""
+    if out is None:
+        return torch.empty(size)
+    if list(out.shape) != size or out.dtype is not torch.float32 or not out.is_contiguous():
+        raise ValueError(f"a result of {size} can't be written over {out.dtype} {list(out.shape)}")
+    return out
+
+
 def _dense(values: Tensor, mask: Tensor | None, size: list[int]) -> Tensor:
     if mask is None:
         return values.float().view(size)
@@ -335,13 +352,18 @@ def _convolved(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    if input.dim() != 4 or not fits(tuple(size), tuple(stride), tuple(padding), tuple(dilation)):
+    return input.new_empty(_convolved_size(input, bias, size, (stride, padding, dilation)))
+
+
+def _convolved_size(input: Tensor, bias: Tensor | None, size: list[int], window: Sides) -> list[int]:
+    if input.dim() != 4 or not fits(tuple(size), *map(tuple, window)):
         raise ValueError(f"no convolution of {list(input.shape)} by {size}")
-    sides = zip(input.shape[2:], size[2:], stride, padding, dilation, strict=True)
+    sides = zip(input.shape[2:], size[2:], *window, strict=True)
     made = [(side + 2 * pad - spread * (k - 1) - 1) // step + 1 for side, k, step, pad, spread in sides]
-    _refuse_window(input.shape, (input.shape[0], size[0], *made), size, stride, padding, dilation)
+    found = [input.shape[0], size[0], *made]
+    _refuse_window(input.shape, found, size, *window)
     _check_bias(bias, size)
-    return input.new_empty((input.shape[0], size[0], *made))
+    return found
 
 
 def _like_input(

@@ -267,7 +267,9 @@ def _whole(tensor: Any) -> torch.Tensor | None:
 def _sits_on(call: Call, in_arena: int) -> list[list[int]]:
     """Which tensors the single result may overwrite: tried on each, and compared bit for bit."""
     target, outputs = call.specimen["target"], call.specimen["outputs"]
-    if len(outputs) != 1 or outputs[0] is None or kernels.is_product(target):
+    if len(outputs) != 1 or outputs[0] is None:
+        return []
+    if kernels.is_product(target) and not sparse.is_product(target):
         return []
     dtype, _, _, nbytes = outputs[0]
     return [

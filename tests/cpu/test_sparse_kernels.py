@@ -12,6 +12,7 @@ import torch
 from formed import batches, distance, eager, made, run, train
 from torch import Tensor
 
+from lowtide import kernels
 from lowtide.kernels import sparse
 
 # images, channels in and out, height and width, kernel, stride, padding, dilation
@@ -112,6 +113,25 @@ def test_linear_layers_are_those_of_the_dense_weight(examples: int, density: flo
     plain = x.double() @ dense.t()
     expected = (plain + bias, plain, g.double() @ dense, (g.double().t() @ x.double()).view(-1)[bits])
     assert all(apart(one, other) < NEAR for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_results_may_be_written_over_what_they_are_made_of(kernel: int, threads: int) -> None:
+    """With bands of rows that need rows of the band before."""
+    size, sides = [48, 48, kernel, kernel], ([1, 1], [kernel // 2] * 2, [1, 1])
+    values, mask, _, _ = weight((48, 48, kernel, kernel), 0.3, torch.float16)
+    x = torch.randn(2, 48, 40, 40)
+    expected = sparse.convolution(x, values, mask, None, size, *sides)
+    over = x.clone()
+    assert sparse.convolution(over, values, mask, None, size, *sides, out=over) is over
+    assert torch.equal(over, expected)
+    expected = sparse.convolution_input(x, values, mask, list(x.shape), size, *sides)
+    over = x.clone()
+    sparse.convolution_input(over, values, mask, list(x.shape), size, *sides, out=over)
+    assert torch.equal(over, expected)
+    assert kernels.overwriter(sparse.CONVOLUTION, itself=False) is not None
+    with pytest.raises(ValueError, match="written over"):
+        sparse.convolution(x, values, mask, None, size, *sides, out=x[:1])
 
 
 def test_threads_do_not_change_a_bit() -> None:
