@@ -12,6 +12,7 @@ import torch
 from formed import batches, distance, eager, made, run, train
 from torch import Tensor
 
+import lowtide
 from lowtide import kernels
 from lowtide.kernels import sparse
 
@@ -202,7 +203,6 @@ def test_steps_with_kernels_are_those_with_dense_weights(optimizer: str, more: t
 
 @pytest.mark.filterwarnings("ignore:.*weights that were not zero are zero now")
 def test_a_gradient_that_is_clipped_stays_dense() -> None:
-    import lowtide
     from lowtide.rewrite import EXACT, apply
     from lowtide.rewrites import Rewrite
 
@@ -234,3 +234,26 @@ def test_with_all_weights_there_a_step_is_eager_s() -> None:
     assert {op.target for op in step.captured.graph.ops} >= TARGETS
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-5
     assert distance(model, mirror) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*weights that were not zero are zero now")
+def test_plans_write_results_over_what_they_are_made_of() -> None:
+    """The least plan of a net of equal layers does, and changes no bit."""
+    given, runs = batches(3), []
+
+    def least(graph: lowtide.Graph, costs: lowtide.Costs) -> lowtide.Program:
+        places = [place for place, op in enumerate(graph.ops) if op.target in TARGETS and costs.in_place[place]]
+        assert places, "some results may lie on what they are made of"
+        with pytest.raises(lowtide.BudgetError) as refused:
+            lowtide.plan(graph, costs, 1, time_limit=0.2)
+        return lowtide.plan(graph, costs, int(refused.value.least or 0), time_limit=0.2).program
+
+    for program in (None, least):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (torch.nn.Conv2d(24, 24, 3, padding=1), torch.nn.ReLU())]
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 24, 1), *layers, torch.nn.Flatten(), torch.nn.Linear(1536, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        step = run(("sparse:0.3",), model, optimizer, given[0], program=program, measured=program is not None)
+        runs.append((train(step, given), [one.detach().clone() for one in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
