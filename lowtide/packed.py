@@ -114,6 +114,29 @@ class Content:
         for one, dense in before:
             one.write(dense)
 
+    def rearrange(self, chosen: numpy.ndarray[Any, Any]) -> None:
+        """Let the mask have these bits, more or fewer; what stays is as it was, what is new is zero, in states too."""
+        before = mask_bits(self.parts[MASK], len(chosen))
+        kept, known = torch.from_numpy(chosen[before]), torch.from_numpy(before[chosen])
+        contents = (self, *self.dependents)
+        made = [one.taken_up(kept, known) for one in contents]
+        bits = torch.from_numpy(numpy.packbits(chosen, bitorder="little"))
+        for one, parts in zip(contents, made, strict=True):  # from here on nothing can fail
+            one.parts.update(parts)
+        self.parts[MASK].copy_(bits)
+
+    def taken_up(self, kept: Tensor, known: Tensor) -> dict[str, Tensor]:
+        """New values: those that are kept where they are known, and zeros."""
+        values, scales = self.parts[VALUES], self.parts.get(SCALES)
+        made = torch.zeros(len(known), dtype=values.dtype)
+        if scales is None:
+            made[known] = values[: len(kept)][kept]
+            return {VALUES: made}
+        floats, scaled = torch.zeros(len(known)), torch.zeros(-(-len(known) // BLOCK))
+        floats[known] = forms.unpack(values, scales, None, [len(values)], [1])[: len(kept)][kept]
+        forms.pack(made, scaled, None, None, floats, [0])
+        return {VALUES: made, SCALES: scaled}
+
 
 def to_bytes(dense: Tensor, steps: Tensor, zeros: Tensor, channel: int) -> Tensor:
     """Floats as bytes; steps and zeros of each channel are written down.

@@ -133,7 +133,7 @@ class _Curve:
         """The strongest settings of these techniques that go together; what finds nothing to do is left out."""
         allowed = Allowed(named=tuple((name, self.levers.allowed.setting(name)) for name in names))
         leave = Leave(allowed, self.scale.resized(batch))
-        lossy = leave.lossies(graph)[-1]
+        lossy = leave.levels(graph)[-1][-1]
         milds = [mild for mild in leave.after(graph, lossy) if all(map(self._few, mild))]
         return (*milds[-1], *lossy)
 

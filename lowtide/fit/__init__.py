@@ -17,6 +17,7 @@ from lowtide.execute import Batch, Key, StaleError
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Manner
+from lowtide.fit.moving import Moving
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
@@ -46,13 +47,18 @@ class Fitted:
         made = self._maker.make(example)
         self._keep(Batch.of(example).key, made)
         self.verifier: Verifier | None = None  # of the steps that run beside eager
+        self._moving = Moving()
 
     def __call__(self, *batch: Any) -> Any:
         """One training step; returns what the step returns, detached."""
         self._changes.step()
         if self.verifier is not None and self.verifier.left:
             return self.verifier.check(batch, self._call, lambda: self._latest.runner)
-        return self._call(*batch)
+        result = self._call(*batch)
+        if self._moving.due(self.plan):
+            self.give_back()  # so that the move has room
+            self._moving.move(self._request.model)
+        return result
 
     def _call(self, *batch: Any) -> Any:
         change: Change | None = None  # the first; with its error the frames that hold the batch would stay
@@ -145,12 +151,14 @@ class Fitted:
 
     def state_dict(self) -> dict[str, Any]:
         """What is there in parts: with the state_dict of model and optimizer, a run goes on to the bit."""
-        return forms.state_of(self._request.model, self._request.optimizer)
+        return forms.state_of(self._request.model, self._request.optimizer) | self._moving.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned, once a step has put model and optimizer into parts."""
         self._latest.runner.binding.wholes.settle()
-        forms.load_state(self._request.model, self._request.optimizer, state)
+        parts, steps = Moving.taken_apart(state)
+        forms.load_state(self._request.model, self._request.optimizer, parts)
+        self._moving.steps = steps
 
     def give_back(self, wanted: int | None = None) -> None:
         """Give the system the arena that waits for the next step, which maps it anew.

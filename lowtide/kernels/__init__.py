@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, forms, grouped
+from lowtide.kernels import blocks, forms, grouped, sparse
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -31,6 +31,7 @@ _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
+sparse.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -84,17 +85,18 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
 
     `itself` asks for the variant that overwrites its first argument, such as `relu_`; it needs no name.
     """
-    if not target.startswith("aten."):
+    namespace = getattr(torch.ops, target.split(".")[0]) if target.startswith(("aten.", "lowtide.sparse")) else None
+    if namespace is None:
         return None
     functional = overload(target)
     arguments = [(a.name, str(a.type)) for a in schema(functional).arguments]
     if itself:
-        packet = getattr(torch.ops.aten, base_name(functional) + "_", None)
+        packet = getattr(namespace, base_name(functional) + "_", None)
         variant = None if packet is None else getattr(packet, overload_name(functional), None)
         if variant is None or [(a.name, str(a.type)) for a in schema(variant).arguments] != arguments:
             return None
         return variant, None
-    packet = getattr(torch.ops.aten, base_name(functional))
+    packet = getattr(namespace, base_name(functional))
     for name in packet.overloads():
         variant = getattr(packet, name)
         outs = [a for a in schema(variant).arguments if a.is_out]
@@ -122,7 +124,8 @@ def functional(target: str) -> str | None:
 
 def is_product(target: str) -> bool:
     """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
-    return target.startswith("aten.") and overload(target).overloadpacket in flop_registry
+    known = target.startswith("aten.") and overload(target).overloadpacket in flop_registry
+    return known or sparse.is_product(target)
 
 
 def constant(family: str, name: str) -> Any:

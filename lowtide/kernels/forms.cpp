@@ -6,9 +6,8 @@
 #include <cstring>
 #include <limits>
 
+#include "bits.hpp"
 #include "threads.hpp"
-
-#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -60,28 +59,7 @@ INLINE uint32_t noise(uint32_t seed, uint32_t place) {
   return x ^ (x >> 16);
 }
 
-INLINE uint32_t bits_of(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof bits);
-  return bits;
-}
-
-INLINE float float_of(uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
-}
-
 // ----------------------------------------------------------------------------------------------------------- 16 and 8 bits
-
-INLINE float from_half(uint16_t half) {
-  const uint32_t bits = half & 0x7fffu, sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const float normal = float_of((bits << 13) + (112u << 23));
-  const float tiny = float_of((bits << 13) + (113u << 23)) - float_of(113u << 23);
-  const float special = float_of((bits << 13) + (224u << 23));
-  const float size = bits < 0x400u ? tiny : bits < 0x7c00u ? normal : special;
-  return float_of(bits_of(size) | sign);
-}
 
 // `chance` has 13 bits below the last one that stays.
 INLINE uint16_t to_half(float number, uint32_t chance) {

@@ -216,16 +216,15 @@ def _run(
     numbers: Sequence[float],
     code: list[int],
 ) -> None:
-    count, elements = stored[0].count, math.prod(size)
-    _demand(
-        0 < len(stored) <= REGISTERS and all(item.count == count for item in stored), "their values differ in number"
-    )
+    elements = math.prod(size)
+    _demand(0 < len(stored) <= REGISTERS, "there are none, or too many")
     _demand(sorted(order) == list(range(len(size))) and len(size) <= DIMENSIONS, "they have other dimensions")
-    _check_mask(mask, elements, count)
     forms_plain.check_code(code, len(stored), len(seen), len(numbers), REGISTERS)
+    count = _count(stored, code)
+    _check_mask(mask, elements, count)
     read = [_seen(tensor, size, order) for tensor in seen]
     if (compiled := library()) is None:
-        forms_plain.run(stored, mask, read, numbers, code, elements)
+        forms_plain.run(stored, mask, read, numbers, code, elements, count)
     elif count:
         task = _Update(
             ctypes.cast((_Stored * len(stored))(*map(_native, stored)), _POINTER),
@@ -238,6 +237,15 @@ def _run(
             count,
         )
         compiled.lowtide_forms_update(ctypes.byref(task), len(stored), torch.get_num_threads())
+
+
+def _count(stored: list[Stored], code: Sequence[int]) -> int:
+    """How many values there are: what is only loaded, as a gradient is, may have room for more."""
+    store = INSTRUCTIONS.index("store")
+    written = {code[place + 1] for place in range(0, len(code), 5) if code[place] == store} or {0}
+    counts = {stored[place].count for place in written}
+    _demand(len(counts) == 1 and all(item.count >= min(counts) for item in stored), "their values differ in number")
+    return min(counts)
 
 
 def _seen(tensor: Tensor, size: list[int], order: list[int]) -> Seen:

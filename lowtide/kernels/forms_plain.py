@@ -81,9 +81,9 @@ def run(
     numbers: Sequence[float],
     code: Sequence[int],
     elements: int,
+    count: int,
 ) -> None:
-    """Run a program on each element, many at a time."""
-    count = stored[0].count
+    """Run a program on each of `count` values, many at a time."""
     places = None if mask is None else _places(mask, elements)
     seeds = [0 if item.counter is None else _seed(int(item.counter)) for item in stored]
     for first in range(0, count, CHUNK):

@@ -22,7 +22,7 @@ from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph
-from lowtide.kernels import forms, own
+from lowtide.kernels import forms, own, sparse
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
@@ -211,7 +211,8 @@ def _end(process: subprocess.Popen[str]) -> int:
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures, and our own kernels."""
     here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py")]
+    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE)
     return [
         path.read_text(encoding="utf-8")
-        for path in (*here, Path(scratch.__file__), Path(own.__file__), Path(forms.__file__), own.SOURCE, forms.SOURCE)
+        for path in (*here, *map(Path, (scratch.__file__, own.__file__, forms.__file__, sparse.__file__)), *sources)
     ]

@@ -20,6 +20,7 @@ from lowtide.allocator.scratch import NEVER, aligned, arrange, blocks_of, height
 from lowtide.device import Device
 from lowtide.graph import Arg, Constant, Read
 from lowtide.graph.decode import decode_arg
+from lowtide.kernels import sparse
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
@@ -42,6 +43,7 @@ class Call:
         if placed:
             self._place()
         self.bind()
+        sparse.spread(specimen["target"], self.args)
 
     def bind(self) -> None:
         """Make the arguments anew from the tensors."""
@@ -265,7 +267,9 @@ def _whole(tensor: Any) -> torch.Tensor | None:
 def _sits_on(call: Call, in_arena: int) -> list[list[int]]:
     """Which tensors the single result may overwrite: tried on each, and compared bit for bit."""
     target, outputs = call.specimen["target"], call.specimen["outputs"]
-    if len(outputs) != 1 or outputs[0] is None or kernels.is_product(target):
+    if len(outputs) != 1 or outputs[0] is None:
+        return []
+    if kernels.is_product(target) and not sparse.is_product(target):
         return []
     dtype, _, _, nbytes = outputs[0]
     return [

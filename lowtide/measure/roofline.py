@@ -10,6 +10,7 @@ from lowtide import device, kernels
 from lowtide.aten import ELEMENTWISE, LSTM_BACKWARD, RECURRENT
 from lowtide.costs import Costs, lanes
 from lowtide.graph import Graph, Read
+from lowtide.kernels import sparse
 from lowtide.kernels.shapes import Shapes
 from lowtide.private import flop_registry
 
@@ -87,13 +88,16 @@ class _Work:
         op = self.graph.ops[index]
         if op.target in RECURRENT:
             return self.recurrent(index)
+        if sparse.is_product(op.target):
+            made = self.shapes.tensor(Read(op.makes[0]))
+            return sparse.operations(op.target, [self.shapes.argument(arg) for arg in op.args], made)
         packet = kernels.overload(op.target).overloadpacket
         if packet not in flop_registry:
             return 0.0
         args = [self.shapes.argument(arg) for arg in op.args]
         kwargs = {key: self.shapes.argument(arg) for key, arg in op.kwargs}
-        made = [None if value is None else self.shapes.tensor(Read(value)) for value in op.outputs]
-        result = made[0] if kernels.returns_one(op.target) else tuple(made)
+        results = [None if value is None else self.shapes.tensor(Read(value)) for value in op.outputs]
+        result = results[0] if kernels.returns_one(op.target) else tuple(results)
         try:
             return float(flop_registry[packet](*args, **kwargs, out_val=result))
         except (AssertionError, RuntimeError, TypeError, ValueError):  # torch counts other arguments than these

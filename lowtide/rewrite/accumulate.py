@@ -40,7 +40,7 @@ def sums(graph: Graph) -> list[Sum]:
 def _sum(graph: Graph, index: int, states: set[int]) -> Sum | None:
     """The sum that ends with this op, if the update does nothing with it but to add it to a state."""
     op = graph.ops[index]
-    if op.phase != "backward" or not _plain_add(graph, op):
+    if op.phase != "backward" or not plain_add(graph, op):
         return None
     (gradient,) = op.makes
     if graph.values[gradient].kind != "gradient" or gradient in graph.required:
@@ -49,7 +49,7 @@ def _sum(graph: Graph, index: int, states: set[int]) -> Sum | None:
     if len(readers) != 1 or graph.ops[readers[0]].phase != "update":
         return None
     terms, adds, left = list[int](), list[int](), gradient
-    while graph.maker[left] >= 0 and _plain_add(graph, maker := graph.ops[graph.maker[left]]):
+    while graph.maker[left] >= 0 and plain_add(graph, maker := graph.ops[graph.maker[left]]):
         if left != gradient and (len(graph.readers[left]) != 1 or left in graph.required):
             break
         adds.append(graph.maker[left])
@@ -65,7 +65,7 @@ def _sum(graph: Graph, index: int, states: set[int]) -> Sum | None:
     return Sum(gradient, tuple(terms[::-1]), tuple(adds[::-1]), chain[0], reads[0].view, chain[1])
 
 
-def _plain_add(graph: Graph, op: Op) -> bool:
+def plain_add(graph: Graph, op: Op) -> bool:
     """Whether a call adds two tensors of one size, as they are, to a new one."""
     reads = [arg for arg in op.args if isinstance(arg, Read)]
     if op.target != ADD or op.kwargs or len(op.args) != 2 or len(reads) != 2 or len(op.reads) != 2:

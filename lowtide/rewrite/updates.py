@@ -36,7 +36,7 @@ def fused(graph: Graph) -> Graph:
         for index in update.replaced:
             editor.take_out(index)
         editor.put(members[-1], 0, members[-1], update.op)
-    return _without_unread(editor).reordered()
+    return without_unread(editor).reordered()
 
 
 def _components(graph: Graph, shapes: Shapes) -> list[list[int]]:
@@ -49,7 +49,9 @@ def _components(graph: Graph, shapes: Shapes) -> list[list[int]]:
             op = leader[op]
         return op
 
-    members = [index for index in graph.ordinary if graph.ops[index].target == PACK or _known(graph, shapes, index)]
+    members = [
+        index for index in graph.ordinary if graph.ops[index].target == PACK or elementwise(graph, shapes, index)
+    ]
     known = set(members)
     for index in members:
         op = graph.ops[index]
@@ -74,7 +76,7 @@ def _tensors(graph: Graph, op: Op) -> list[int]:
     return [value for value in (*op.reads, *op.makes) if graph.values[value].kind != "scalar"]
 
 
-def _known(graph: Graph, shapes: Shapes, index: int) -> bool:
+def elementwise(graph: Graph, shapes: Shapes, index: int) -> bool:
     """Whether a call of an update works on each element alone, on tensors of one size."""
     op = graph.ops[index]
     if op.phase != "update" or op.target not in LINES or op.channels:
@@ -84,6 +86,15 @@ def _known(graph: Graph, shapes: Shapes, index: int) -> bool:
     sizes = {tuple(tensor.shape) for tensor in seen} | {value.shape for value in made}
     floats = all(str(tensor.dtype) == "torch.float32" for tensor in seen) and all(v.dtype == "float32" for v in made)
     return len(sizes) == 1 and floats and () not in sizes
+
+
+def as_it_is(graph: Graph, shapes: Shapes, read: Read) -> Read:
+    """A read without its view, where what is seen through that is the value as it lies."""
+    if read.view is None:
+        return read
+    seen, value = shapes.tensor(read), graph.values[read.value]
+    same = (tuple(seen.shape), tuple(seen.stride()), seen.storage_offset()) == (value.shape, value.stride, 0)
+    return Read(read.value) if same and f"torch.{value.dtype}" == str(seen.dtype) else read
 
 
 @dataclass
@@ -257,7 +268,7 @@ class _Region:
 
     def _at(self, read: Read) -> int:
         """Where a tensor is: in a register, loaded if it comes from outside."""
-        value = read.value
+        read, value = as_it_is(self.graph, self.shapes, read), read.value
         if self.graph.maker[value] in self.inside:
             if read.view is not None or value not in self.register:
                 raise Unknown
@@ -324,7 +335,7 @@ class _Region:
         self.line(name, self.result(op), first, second, number)
 
 
-def _without_unread(editor: Editor) -> Editor:
+def without_unread(editor: Editor) -> Editor:
     """Take out what unpacks for nobody any more."""
     read = {value for item in editor.placed.values() for value in item.op.reads} | {one.value for one in editor.outputs}
     for index, item in list(editor.placed.items()):
