@@ -9,7 +9,9 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -308,6 +310,51 @@ def logged() -> Callable[..., Any]:
 def log_by(function: Callable[..., Any]) -> None:
     """Let every call of a logger come to this."""
     logging.Logger._log = function  # type: ignore[method-assign]
+
+
+def ddp_buckets(
+    ddp: torch.nn.parallel.DistributedDataParallel, parameters: Sequence[torch.Tensor], order: Sequence[int] | None
+) -> list[list[int]]:
+    """The buckets of DDP, as numbers of parameters: those that it begins with, or made anew in an order of arrival."""
+    most = ddp.bucket_bytes_cap
+    first = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else most
+    assign = torch.distributed._compute_bucket_assignment_by_size
+    if order is not None:
+        arrived = [parameters[number] for number in order]
+        found, _ = assign(arrived, [first, most], [False] * len(arrived), [*order])
+        return found  # type: ignore[no-any-return]
+    limits = ([first, most] if first < most else [most]) if ddp.find_unused_parameters else [sys.maxsize]
+    found, _ = assign([*parameters], limits, [False] * len(parameters))
+    return [*reversed(found)]
+
+
+def ignored_by_ddp(ddp: torch.nn.parallel.DistributedDataParallel) -> set[str]:
+    """The names of parameters and buffers that DDP leaves alone."""
+    return set(ddp.parameters_to_ignore)
+
+
+def ddp_hooked(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether others say how DDP averages: a communication hook, or optimizers that run in its backward."""
+    overlapped = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters())
+    return bool(ddp._comm_hooks) or hasattr(ddp, "buffer_hook") or overlapped
+
+
+def ddp_joining(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP is inside join(), where ranks have different numbers of batches."""
+    return bool(ddp._join_config.enable)
+
+
+def ddp_delays(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP averages some gradients later than the backward."""
+    return bool(ddp._delay_all_reduce_params)
+
+
+def ddp_order(ddp: torch.nn.parallel.DistributedDataParallel) -> tuple[int, ...] | None:
+    """The order in which DDP has made its buckets anew, if it has; all ranks ask together."""
+    if isinstance(ddp.reducer, torch.distributed.Reducer):
+        ddp.reducer._rebuild_buckets()  # where its first step was the last: what the next forward would do
+    found = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return tuple(int(number) for number in re.findall(r"\d+", str(found))) or None
 
 
 def keep_fraction(fraction: float) -> None:

@@ -52,7 +52,7 @@ class Manner:
 
 
 def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
-    return capture(request.step, request.model, request.optimizer, batch, numbers=numbers)
+    return capture(request.step, request.model, request.optimizer, batch, numbers=numbers, ranks=True)
 
 
 WHOLE = Manner(_capture_whole, lambda runner: runner.run)
