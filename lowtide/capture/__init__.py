@@ -46,9 +46,9 @@ def capture(
     refuse_at_the_door(step, model, example, ranks=ranks)
     optimizers.refuse_unknown(optimizer)
     trace = functools.partial(Trace, step, model, optimizer, example)
-    found, arrivals = trace(numbers=numbers).run(), {}
-    if found.again:
-        arrivals = found.again
+    found = trace(numbers=numbers).run()
+    arrivals = found.again
+    if arrivals:
         found = trace(numbers=numbers, arrivals=arrivals).run()
     for _ in range(TRIES):
         if not found.counted:

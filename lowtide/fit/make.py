@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from lowtide import device as devices
@@ -16,6 +16,7 @@ from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_p
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.ranks import Ranks, signature
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
@@ -74,34 +75,52 @@ class Fit:
 class Maker:
     """Makes the steps of one request, all within one budget."""
 
-    def __init__(self, request: Request, manner: Manner) -> None:
+    def __init__(self, request: Request, manner: Manner, ranks: Ranks | None = None) -> None:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
-        self._request, self._manner = request, manner
+        self._request, self._manner, self._ranks = request, manner, ranks
 
-    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
-        """The step for batches like this one; from a similar one, where one is known: the latest are first."""
-        captured = self._capture(batch, numbers)
+    def make(
+        self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = (), together: bool = True
+    ) -> Fit:
+        """The step for batches like this one; from a similar one, where one is known: the latest are first.
+
+        Ranks that make theirs `together` share a plan where they ask for the same.
+        """
+        ranks = self._ranks if together else None
+        if ranks is None:
+            captured = self._capture(batch, numbers)
+        else:
+            captured = ranks.all_or_none(lambda: self._capture(batch, numbers))
+            ranks.same(signature(captured.graph))
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         leave = self._leave(captured.graph, batch, numbers, known)
-        if not known and self._request.plan is not None:
-            chosen = self._given(self._request.plan, captured.graph, leave)
+        if ranks is None:
+            chosen = self._chosen(captured.graph, leave, known)
         else:
-            chosen = (
-                self._shrunk(known, captured.graph)
-                or self._carried(known, captured.graph)
-                or choose(
-                    captured.graph,
-                    self._price,
-                    self._search,
-                    leave=leave,
-                    away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
-                    could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
-                )
-            )
+            asked = (captured.graph.fingerprint, self._request.asked, self.budget, len(known))
+            chosen = ranks.shared(asked, lambda: self._chosen(captured.graph, leave, known))
+            self.budget = chosen.plan.budget if self.budget is None else self.budget
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         return self._bind(replace(captured, graph=chosen.graph), replace(chosen, plan=found), captured.graph)
+
+    def _chosen(self, graph: Graph, leave: Leave, known: Sequence[Fit]) -> Choice:
+        """The plan for a captured step: the one that was asked for, one from a similar step, or a new one."""
+        if not known and self._request.plan is not None:
+            return self._given(self._request.plan, graph, leave)
+        return (
+            self._shrunk(known, graph)
+            or self._carried(known, graph)
+            or choose(
+                graph,
+                self._price,
+                self._search,
+                leave=leave,
+                away=self._request.places.away(graph.device, lasting=self._manner.lasting),
+                could=Away.nearest(graph.device, lasting=self._manner.lasting),
+            )
+        )
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -146,6 +165,8 @@ class Maker:
 
     def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        if self._ranks is not None:
+            runner.gate = partial(self._ranks.ready, signature(seen))
         call = self._manner.caller(runner)
         return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
