@@ -16,14 +16,14 @@ from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_p
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
-from lowtide.fit.ranks import Ranks, signature
+from lowtide.fit.ranks import Ranks, signature, sums
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.page.advice import Situation
-from lowtide.plan import carry, plan
+from lowtide.plan import carry, overlap, plan
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
@@ -109,7 +109,7 @@ class Maker:
         """The plan for a captured step: the one that was asked for, one from a similar step, or a new one."""
         if not known and self._request.plan is not None:
             return self._given(self._request.plan, graph, leave)
-        return (
+        chosen = (
             self._shrunk(known, graph)
             or self._carried(known, graph)
             or choose(
@@ -121,6 +121,7 @@ class Maker:
                 could=Away.nearest(graph.device, lasting=self._manner.lasting),
             )
         )
+        return replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -137,6 +138,7 @@ class Maker:
         """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""
         captured = fit.runner.captured
         found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
+        found = overlap(found, captured.graph, costs, sums(captured.graph))
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
         made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches

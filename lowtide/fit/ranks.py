@@ -166,6 +166,11 @@ class Ranks:
             ) from error
 
 
+def sums(graph: Graph) -> list[int]:
+    """The ops that add up a bucket over the ranks, in order."""
+    return [number for number, op in enumerate(graph.ops) if op.target == ALL_REDUCE]
+
+
 def signature(graph: Graph) -> int:
     """A number for what a step does together with other ranks: its collectives in order, and what is in their buckets.
 
