@@ -33,8 +33,8 @@ def capture(
     """Trace `step(model, optimizer, *example)` without running it, and leave everything as it was.
 
     The optimizer may be None, or a tuple of them. `numbers` are Python numbers of the caller that are to be inputs of
-    the step, not constants of it. With `ranks` the model may be a DistributedDataParallel: who runs the step then sees to
-    it that all ranks do.
+    the step, not constants of it. With `ranks` the model may be a DistributedDataParallel: who runs the step sees to it
+    that all ranks do.
     """
     if not isinstance(example, tuple):
         raise CaptureError(

@@ -54,7 +54,7 @@ class Reductions:
         def forward(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
             return self._forward(ddp, inputs, kwargs)
 
-        DistributedDataParallel.forward = forward  # type: ignore[method-assign]
+        DistributedDataParallel.forward = forward  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ class _Round:
             raise CaptureError(
                 f"{len(missing)} parameters of the DDP model get no gradient ({some}{', ...' * (len(missing) > 3)}), "
                 "and DDP would wait for them.",
-                hint="give DistributedDataParallel find_unused_parameters=True, or train only what the loss depends on.",
+                hint="give DistributedDataParallel find_unused_parameters=True, or train what the loss depends on.",
             )
         self.unused |= set(missing)
         for number in missing:

@@ -28,7 +28,7 @@ from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
-from lowtide.rewrites import FORMS, exactness
+from lowtide.rewrites import FORMS, LOSSY_ORDER, ROUNDING, exactness
 from lowtide.verify.gradient import with_errors
 
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
@@ -186,6 +186,8 @@ class Maker:
         before = known[0].plan.rewrites if known else ()
         always = tuple(one for one in before if one.name in FORMS)
         without = frozenset[str]() if self._manner.lasting else FORMS
+        if self._ranks is not None:
+            without |= {*ROUNDING, *LOSSY_ORDER}
         return Leave(self._request.allowed, self._resized(graph, batch, numbers), always, without)
 
     def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:

@@ -48,10 +48,12 @@ class Ranks:
         self.number, self.count = distributed.get_rank(), distributed.get_world_size()
         self._agreed = False  # on the step that is about to run
         for module in model.modules():
-            if isinstance(module, DistributedDataParallel) and self.count > COMMUTES and not hasattr(module, ORDER):
-                order = private.ddp_order(module)
-                if order is not None:
-                    setattr(module, ORDER, order)
+            if isinstance(module, DistributedDataParallel):
+                if self.count > COMMUTES and not hasattr(module, ORDER):
+                    order = private.ddp_order(module)
+                    if order is not None:
+                        setattr(module, ORDER, order)
+                private.release_reducer(module)
 
     def step(self) -> None:
         """A step is asked for: nothing is agreed on yet."""
