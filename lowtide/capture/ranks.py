@@ -23,6 +23,7 @@ from lowtide.errors import CaptureError
 
 ORDER = "lowtide_order"  # attribute of a DDP module: its parameters by number, as their gradients came
 COMMUTES = 2  # ranks whose sums are the same in whatever order they are added
+ALONE = 2**18  # bytes of a gradient that is summed where it is, if that changes no bit: a bucket would hold it twice
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,10 @@ class _Round:
         """Write a gradient into its bucket, divided as DDP does it; without one there are zeros."""
         place = self.bucket_of[number]
         with torch.no_grad():
+            if gradient is not None and self._is_bucket(number, gradient):
+                self.flat[place] = gradient.mul_(1.0 / torch.distributed.get_world_size())
+                self.missing[place].discard(number)
+                return
             if place not in self.flat:
                 members = [self.parameters[one] for one in self.buckets[place]]
                 size = sum(one.numel() for one in members)
@@ -182,9 +187,16 @@ class _Round:
                 torch.mul(gradient, 1.0 / torch.distributed.get_world_size(), out=self._part(number))
         self.missing[place].discard(number)
 
+    def _is_bucket(self, number: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is all of its bucket, byte for byte: then it need not be copied."""
+        alone = len(self.buckets[self.bucket_of[number]]) == 1 and number not in self.kept
+        return alone and _dense(gradient) and gradient.stride() == self.parameters[number].stride()
+
     def _part(self, number: int) -> torch.Tensor:
         """Where the gradient of a parameter is in its bucket."""
         place, parameter = self.bucket_of[number], self.parameters[number]
+        if self.flat[place].shape == parameter.shape:
+            return self.flat[place]
         before = self.buckets[place][: self.buckets[place].index(number)]
         offset = sum(self.parameters[one].numel() for one in before)
         if _dense(parameter):
@@ -240,9 +252,19 @@ def _buckets(
 ) -> list[list[int]]:
     """The numbers of the parameters in each bucket, as DDP has them at this step."""
     order = getattr(ddp, ORDER, None)  # noted, so that the program assumes it
-    if order is None and known is not None and not ddp.find_unused_parameters:
-        order = known.order if torch.distributed.get_world_size() <= COMMUTES else None
-    return private.ddp_buckets(ddp, parameters, order)
+    if torch.distributed.get_world_size() > COMMUTES:
+        return private.ddp_buckets(ddp, parameters, order)
+    if known is not None and not known.unused:
+        order = known.order
+    return [part for bucket in private.ddp_buckets(ddp, parameters, order) for part in _split(bucket, parameters)]
+
+
+def _split(bucket: Sequence[int], parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """A bucket without its large members, each of which is one of its own."""
+    small = [number for number in bucket if parameters[number].nbytes < ALONE]
+    yield from ([number] for number in bucket if number not in small)
+    if small:
+        yield small
 
 
 def _dense(tensor: torch.Tensor) -> bool:
