@@ -1,4 +1,4 @@
-"""Does a step of several ranks within a budget take as long as plain DDP's? Steps of all in turn, in the same processes.
+"""Does a step of several ranks within a budget take as long as plain DDP's? Steps of all in turn, in one run.
 
 `python -m lowtide.bench.ranks TARGET RANK RANKS FOLDER ROUNDS TIME_LIMIT BUDGET...` is one rank; rank 0 prints what it
 found.

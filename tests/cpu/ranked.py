@@ -262,7 +262,7 @@ def after_eager_steps() -> None:
 
 
 def eager_afterwards() -> None:
-    """Steps in plain DDP between fitted ones; with two ranks, where its buckets do not matter. Its own are given back."""
+    """Plain steps between fitted ones, with two ranks, where buckets do not matter. DDP's own are given back."""
     ddp, optimizer = made()
     losses = run(lambda *given: plain(ddp, optimizer, *given))
     with lowtide.meter() as meter:
@@ -334,7 +334,7 @@ def death() -> None:
 
 
 def death_in_a_step() -> None:
-    """One rank dies while a step runs: the error of the others says where they were, and that they can't go on alone."""
+    """One rank dies while a step runs: the error of the others says that they can't go on alone."""
     model, optimizer = made()
     large = batch(0, 8192)
     fitted = lowtide.fit(plain, model, optimizer, example=large, budget=2**30, costs="roofline", time_limit=0)
