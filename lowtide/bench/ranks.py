@@ -27,9 +27,9 @@ from lowtide.cli.target import build
 from lowtide.errors import LowtideError
 from lowtide.fit import fit
 
-TARGETS = ("gpt:layers=6,context=128", "resnet:depth=18,size=64")
+TARGETS = ("gpt:layers=4,context=64", "resnet:depth=18,size=32")
 BUDGETS = ("100%", "50%")
-RANKS, ROUNDS, WARM_UPS, TIME_LIMIT = 2, 7, 3, 2.0
+RANKS, ROUNDS, WARM_UPS, TIME_LIMIT = 2, 7, 2, 2.0
 PATIENCE = 1800  # seconds for all that the ranks do
 
 
