@@ -86,7 +86,10 @@ class Maker:
 
         Ranks that make theirs `together` share a plan where they ask for the same.
         """
-        ranks = self._ranks if together else None
+        with self._request.aloud:
+            return self._made(batch, numbers, known, self._ranks if together else None)
+
+    def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit], ranks: Ranks | None) -> Fit:
         if ranks is None:
             captured = self._capture(batch, numbers)
         else:
