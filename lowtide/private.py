@@ -354,7 +354,8 @@ def ddp_delays(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
 def ddp_order(ddp: torch.nn.parallel.DistributedDataParallel) -> tuple[int, ...] | None:
     """The order in which DDP has made its buckets anew, if it has; all ranks ask together."""
     ddp.reducer._rebuild_buckets()  # where its first step was the last: what the next forward would do
-    ddp.logger.set_runtime_stats_and_log()  # which lets the logger know the buckets
+    logger: Any = ddp.logger
+    logger.set_runtime_stats_and_log()  # after which it knows the buckets
     found = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return tuple(int(number) for number in re.findall(r"\d+", str(found))) or None
 

@@ -132,8 +132,8 @@ def _rank(target: str, rounds: int, time_limit: float, budgets: Sequence[str]) -
 def main(target: str, rank: str, ranks: str, folder: str, rounds: str, time_limit: str, *budgets: str) -> None:
     """One rank, of as many."""
     torch.set_num_threads(1)
-    store = distributed.FileStore(str(Path(folder) / "store"), int(ranks))
-    distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
+    store = (Path(folder) / "store").as_uri()
+    distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(ranks))
     found = _rank(target, int(rounds), float(time_limit), budgets)
     if rank == "0":
         print(json.dumps([asdict(one) for one in found]))

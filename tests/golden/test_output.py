@@ -32,7 +32,7 @@ def run(*arguments: str) -> str:
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan", "bench batch", "bench offload"),
         *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
         "bench low-memory",
-    "bench ranks",
+        "bench ranks",
         *("data", "data install"),
     ],
 )
