@@ -60,3 +60,17 @@ def test_budgets_steps_and_settings(tmp_path: Path, scenario: str, count: int) -
 @pytest.mark.parametrize("count", [2, 4])
 def test_refusals_deaths_and_checkpoints(tmp_path: Path, scenario: str, count: int) -> None:
     ranks(scenario, count, tmp_path)
+
+
+@pytest.mark.long
+def test_the_example_under_torchrun() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(ROOT / "examples" / "several_ranks.py")]
+    said = []
+    for more in ([], ["--budget", "75%"]):
+        found = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert found.returncode == 0, found.stderr
+        said.append(sorted(line for line in found.stdout.splitlines() if line.startswith("[")))
+    assert len(said[0]) == 2
+    assert said[0] == said[1]
