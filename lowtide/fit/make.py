@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -86,7 +87,8 @@ class Maker:
 
         Ranks that make theirs `together` share a plan where they ask for the same.
         """
-        with self._request.aloud:
+        quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
+        with nullcontext() if quiet else self._request.aloud:
             return self._made(batch, numbers, known, self._ranks if together else None)
 
     def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit], ranks: Ranks | None) -> Fit:
