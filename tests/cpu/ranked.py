@@ -30,6 +30,8 @@ WIDTH, CLASSES, BATCH = 64, 10, 256
 RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
 FOLDER = Path(sys.argv[4])
 
+SMALL = {"bucket_cap_mb": 0.02}  # MiB, so that there are several buckets
+
 Step = Callable[..., Any]
 
 
@@ -161,7 +163,7 @@ def assert_equal(
 
 def cheap() -> None:
     """Batch norm and dropout, two buckets, half of what the step adds."""
-    fitted = assert_equal(plain, "60%", bucket_cap_mb=0.03)
+    fitted = assert_equal(plain, "60%", **SMALL)
     graph = fitted.captured.graph
     sums = [op for op in graph.ops if op.target == "lowtide.all_reduce.default"]
     assert len(sums) > 1
@@ -171,13 +173,24 @@ def cheap() -> None:
     guard_on_one_rank()
 
 
+def assert_beside_the_backward(fitted: lowtide.Fitted) -> None:
+    """Where there is room, all buckets have begun before anything waits for the first."""
+    ops = fitted.captured.graph.ops
+    runs = [ops[item.op] for item in fitted.program.instructions if isinstance(item, lowtide.Run)]
+    sums = [place for place, op in enumerate(runs) if op.target == "lowtide.all_reduce.default"]
+    updates = [place for place, op in enumerate(runs) if "addcdiv" in op.target]
+    assert len(sums) > 1
+    assert max(sums) < min(updates)
+
+
 def guard_on_one_rank() -> None:
     """Another shape on one rank alone, then a failure on one rank alone: nobody hangs, nobody drifts."""
     size = 96 if RANK == 1 else BATCH
-    ddp, optimizer = made()
+    ddp, optimizer = made(**SMALL)
     losses = [plain(ddp, optimizer, *batch(9, one)) for one in (BATCH, size, BATCH)]
-    ours, our_optimizer = made()
+    ours, our_optimizer = made(**SMALL)
     step = lowtide.fit(plain, ours, our_optimizer, example=batch(0), budget=2**30, costs="roofline", time_limit=0)
+    assert_beside_the_backward(step)
     assert_same(losses, [step(*batch(9, one)) for one in (BATCH, size, BATCH)])
     assert_same(state(ddp, optimizer), state(ours, our_optimizer))
     before = [tensor.clone() for tensor in state(ours, our_optimizer)]
@@ -191,9 +204,6 @@ def guard_on_one_rank() -> None:
     torch.manual_seed(RANK)
     assert_same([loss], [step(x, y)])
     assert_same(state(ddp, optimizer), state(ours, our_optimizer))
-
-
-SMALL = {"bucket_cap_mb": 0.02}  # MiB, so that there are several buckets
 
 
 def budgets() -> None:
