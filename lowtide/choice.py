@@ -295,7 +295,7 @@ def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ..
         return floor(problem(rewritten, roofline(rewritten)))[0] <= budget
 
     others: list[Rewrite] = []
-    for name in (name for name in known if name not in leave.allowed):
+    for name in (name for name in known if name not in leave.allowed and name not in leave.without):
         if time.monotonic() > until:
             break
         rungs = [

@@ -69,6 +69,10 @@ class StepError(LowtideError):
         self.buffers = buffers
 
 
+class RankError(LowtideError):
+    """Ranks that can't go on together: one of them failed, is gone, or is about to do something else."""
+
+
 class PlaceError(LowtideError):
     """A place for values away from the device that can't be had, or a copy from or to it that failed."""
 

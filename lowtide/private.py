@@ -9,7 +9,10 @@ import ctypes
 import gc
 import logging
 import random
-from collections.abc import Callable
+import re
+import sys
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -308,6 +311,75 @@ def logged() -> Callable[..., Any]:
 def log_by(function: Callable[..., Any]) -> None:
     """Let every call of a logger come to this."""
     logging.Logger._log = function  # type: ignore[method-assign]
+
+
+def ddp_buckets(
+    ddp: torch.nn.parallel.DistributedDataParallel, parameters: Sequence[torch.Tensor], order: Sequence[int] | None
+) -> list[list[int]]:
+    """The buckets of DDP, as numbers of parameters: those that it begins with, or made anew in an order of arrival."""
+    most = ddp.bucket_bytes_cap
+    together: Any = torch.distributed
+    first = together._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else most
+    assign: Callable[..., tuple[list[list[int]], Any]] = together._compute_bucket_assignment_by_size
+    if order is not None:
+        arrived = [parameters[number] for number in order]
+        found, _ = assign(arrived, [first, most], [False] * len(arrived), [*order])
+        return found
+    limits = ([first, most] if first < most else [most]) if ddp.find_unused_parameters else [sys.maxsize]
+    found, _ = assign([*parameters], limits, [False] * len(parameters))
+    return [*reversed(found)]
+
+
+def ignored_by_ddp(ddp: torch.nn.parallel.DistributedDataParallel) -> set[str]:
+    """The names of parameters and buffers that DDP leaves alone."""
+    return set(ddp.parameters_to_ignore)
+
+
+def ddp_hooked(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether others say how DDP averages: a communication hook, or optimizers that run in its backward."""
+    overlapped = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters())
+    return bool(ddp._comm_hooks) or hasattr(ddp, "buffer_hook") or overlapped
+
+
+def ddp_joining(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP is inside join(), where ranks have different numbers of batches."""
+    return bool(ddp._join_config.enable)
+
+
+def ddp_delays(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP averages some gradients later than the backward."""
+    return bool(ddp._delay_all_reduce_params)
+
+
+def ddp_order(ddp: torch.nn.parallel.DistributedDataParallel) -> tuple[int, ...] | None:
+    """The order in which DDP has made its buckets anew, if it has; all ranks ask together."""
+    ddp.reducer._rebuild_buckets()  # where its first step was the last: what the next forward would do
+    logger: Any = ddp.logger
+    logger.set_runtime_stats_and_log()  # after which it knows the buckets
+    found = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return tuple(int(number) for number in re.findall(r"\d+", str(found))) or None
+
+
+class _Released:
+    """In the place of DDP's reducer or logger: makes both again when one of them is asked for anything."""
+
+    def __init__(self, ddp: torch.nn.parallel.DistributedDataParallel, key: str) -> None:
+        self._ddp, self._key = weakref.ref(ddp), key
+
+    def __getattr__(self, name: str) -> Any:
+        ddp = self._ddp()
+        if ddp is None or name.startswith("__"):
+            raise AttributeError(name)
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+        return getattr(getattr(ddp, self._key), name)
+
+
+def release_reducer(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Free the buckets that DDP keeps, as large as all gradients, until a step without lowtide wants them again."""
+    for key in ("reducer", "logger"):
+        setattr(ddp, key, _Released(ddp, key))
 
 
 def keep_fraction(fraction: float) -> None:

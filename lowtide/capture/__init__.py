@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ def capture(
     example: tuple[Any, ...],
     *,
     numbers: Sequence[Place] = (),
+    ranks: bool = False,
 ) -> Captured:
     """Trace `step(model, optimizer, *example)` without running it, and leave everything as it was.
 
     The optimizer may be None, or a tuple of them. `numbers` are Python numbers of the caller that are to be inputs of
-    the step, not constants of it.
+    the step, not constants of it. With `ranks` the model may be a DistributedDataParallel: who runs the step sees to it
+    that all ranks do.
     """
     if not isinstance(example, tuple):
         raise CaptureError(
@@ -40,14 +43,18 @@ def capture(
         )
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
-    refuse_at_the_door(step, model, example)
+    refuse_at_the_door(step, model, example, ranks=ranks)
     optimizers.refuse_unknown(optimizer)
-    found = Trace(step, model, optimizer, example, numbers=numbers).run()
+    trace = functools.partial(Trace, step, model, optimizer, example)
+    found = trace(numbers=numbers).run()
+    arrivals = found.again
+    if arrivals:
+        found = trace(numbers=numbers, arrivals=arrivals).run()
     for _ in range(TRIES):
         if not found.counted:
             break
         try:
-            found = Trace(step, model, optimizer, example, numbers=(*numbers, *found.counted)).run()
+            found = trace(numbers=(*numbers, *found.counted), arrivals=arrivals).run()
         except CaptureError:
             break  # they are more than terms of arithmetic
         numbers = found.captured.guards.numbers
@@ -55,7 +62,7 @@ def capture(
     unsure = {name for name, present in captured.gradients.items() if not present and found.left[name]}
     if unsure:
         # The step leaves gradients behind: does it read them at the next call, or clear them first?
-        again = Trace(step, model, optimizer, example, numbers=numbers, phantoms=unsure).run()
+        again = trace(numbers=numbers, phantoms=unsure, arrivals=arrivals).run()
         read = {name for name, present in again.captured.gradients.items() if present}
         matter = {name: had for name, had in captured.gradients.items() if name not in unsure or name in read}
         captured = dataclasses.replace(captured, gradients=matter)

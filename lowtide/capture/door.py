@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lowtide import private, tree
 from lowtide.device import known
 from lowtide.errors import CaptureError
 
-ONE_PROCESS = "lowtide trains in one process for now; ranks that keep together come later"
+WHOLE_STEP = "give the whole step to lowtide.fit(step, DistributedDataParallel(model), optimizer, ...), on every rank"
 
 # torch's classes of modules, by their names: they are recognised without importing what may not be there.
 MODULES: Mapping[str, tuple[str, str]] = {
     "DistributedDataParallel": (
-        "that class averages gradients between processes with hooks that a captured step does not have, so the ranks "
+        "that class averages gradients between processes with hooks that a part of a step does not have, so the ranks "
         "would drift apart in silence",
-        f"{ONE_PROCESS}. Give the model without DistributedDataParallel around it.",
+        f"{WHOLE_STEP}.",
     ),
     "FullyShardedDataParallel": (
         "its parameters are shards that it gathers and scatters around each layer, with hooks that a captured step "
         "does not have",
-        f"{ONE_PROCESS}. Give the model without FullyShardedDataParallel.",
+        f"{WHOLE_STEP}, in place of FullyShardedDataParallel.",
     ),
     "FSDPModule": (
         "fully_shard made its parameters shards that are gathered around each layer, with hooks that a captured step "
         "does not have",
-        f"{ONE_PROCESS}. Give the model without fully_shard.",
+        f"{WHOLE_STEP}, in place of fully_shard.",
     ),
     "DataParallel": (
         "it copies the model to several devices at each call, and lowtide plans one device",
@@ -48,15 +50,27 @@ QUANTIZED = "its packed weights are no tensors, have no gradients, and can't be 
 LAZY = "it has no shape before its first forward"
 
 
-def refuse_at_the_door(step: Callable[..., Any], model: torch.nn.Module, example: tuple[Any, ...]) -> None:
-    """Raise where a captured step could not be what eager's is, before anything is traced; nothing is changed."""
+def refuse_at_the_door(
+    step: Callable[..., Any], model: torch.nn.Module, example: tuple[Any, ...], *, ranks: bool = False
+) -> None:
+    """Raise where a captured step could not be what eager's is, before anything is traced; nothing is changed.
+
+    With `ranks` there may be DistributedDataParallel: it becomes ops of the step.
+    """
     _refuse_surroundings()
+    averaged = False
     for name, module in model.named_modules():
-        _refuse_module(f"module {name!r}" if name else "the model", module)
+        shown = f"module {name!r}" if name else "the model"
+        if ranks and isinstance(module, DistributedDataParallel):
+            averaged = True
+            _refuse_settings(shown, module)
+        else:
+            _refuse_module(shown, module)
     for name, tensor in _tensors(model, example):
         _refuse_tensor(name, tensor)
     _refuse_compiled_step(step)
-    _refuse_ranks()
+    if not averaged:
+        _refuse_ranks()
     _refuse_device(_tensors(model, example))
 
 
@@ -108,6 +122,25 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
         )
 
 
+def _refuse_settings(name: str, ddp: DistributedDataParallel) -> None:
+    """Refuse what DDP can be told to do that is not in a captured step."""
+    for wrong, what, hint in (
+        (private.ddp_hooked(ddp), "a hook that says how gradients or buffers travel", "leave the hook out"),
+        (private.ddp_joining(ddp), "join() around it, for ranks with fewer batches", "give all ranks as many batches"),
+        (ddp.static_graph, "static_graph=True", "leave it out: a captured step is the same at every call anyway"),
+        (ddp.mixed_precision is not None, "mixed_precision", "use torch.autocast inside the step"),
+        (ddp.device_ids is not None, "device_ids", "leave them out, as on the CPU"),
+        (bool(getattr(ddp, "bucket_bytes_cap_list", ())), "bucket_cap_mb_list", "use bucket_cap_mb"),
+        (private.ddp_delays(ddp), "delay_all_reduce_named_params", "leave it out"),
+        (ddp.process_group is not torch.distributed.group.WORLD, "a process group of its own", "use the default one"),
+        ("DDP_SET_LAST_BUCKET_CAP" in os.environ, "DDP_SET_LAST_BUCKET_CAP in the environment", "leave it out"),
+    ):
+        if wrong:
+            raise CaptureError(
+                f"{name} is a DistributedDataParallel with {what}, which is not in a captured step.", hint=f"{hint}."
+            )
+
+
 def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         raise CaptureError(f"{name} is of a lazy module: {LAZY}.", hint="call the model once before it is fitted.")
@@ -115,7 +148,7 @@ def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{name} is a DTensor, of which this process has a part only: a captured step would not speak with the "
             "others.",
-            hint=f"{ONE_PROCESS}. Give a model of plain tensors: tensor.full_tensor() gathers one.",
+            hint=f"tensor.full_tensor() gathers one; for several processes {WHOLE_STEP}.",
         )
     if tensor.is_nested:
         raise CaptureError(
@@ -155,7 +188,7 @@ def _refuse_ranks() -> None:
         raise CaptureError(
             f"this process is rank {distributed.get_rank()} of {ranks} of a process group: nothing in a captured step "
             "keeps the ranks together, and they would drift apart in silence.",
-            hint=f"{ONE_PROCESS}. For runs that have nothing to do with each other, fit before init_process_group() or "
+            hint=f"{WHOLE_STEP}. For runs that have nothing to do with each other, fit before init_process_group() or "
             "after destroy_process_group().",
         )
 

@@ -8,6 +8,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lowtide.capture.deeds import Deeds
 from lowtide.capture.dice import Dice
 from lowtide.capture.follow import Follower
 from lowtide.capture.origin import Origins, line_of_error
+from lowtide.capture.ranks import Arrival, Reductions
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.scalars import extremes
@@ -39,6 +41,7 @@ class Traced:
     captured: Captured
     left: Mapping[str, bool]  # for each parameter whether it has a gradient afterwards
     counted: tuple[Place, ...]  # numbers that the step reads and changes: they are others at the next step
+    again: Mapping[int, Arrival]  # what another trace should know of its DDP modules; nothing: there is no need of one
 
 
 def _slots(model: torch.nn.Module, optimizers: tuple[Any, ...]) -> dict[str, Slot]:
@@ -63,7 +66,7 @@ class Trace:
     """One tracing of one step.
 
     `numbers` are Python numbers of the caller that become inputs; `phantoms` are parameters that are given a gradient
-    which they do not have.
+    which they do not have; `arrivals` is what an earlier trace showed of DDP modules.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Trace:
         *,
         numbers: Sequence[Place] = (),
         phantoms: set[str] = frozenset(),  # type: ignore[assignment]
+        arrivals: Mapping[int, Arrival] = MappingProxyType({}),
     ) -> None:
         self.step, self.model, self.optimizer, self.numbers = step, model, optimizer, tuple(numbers)
         self.optimizers = optimizers_of(optimizer)
@@ -107,6 +111,7 @@ class Trace:
         self.dice = Dice(self.recorder)
         self.follower = Follower(self.world, self.dice.stand_in)
         self.deeds = Deeds(self.world, self.follower)
+        self.reductions = Reductions(arrivals)
 
     def run(self) -> Traced:
         """The captured step, with everything put back."""
@@ -189,6 +194,7 @@ class Trace:
             followed.enter_context(self.origins.followed())
             followed.enter_context(self.recorder.draws.followed())
             followed.enter_context(self.dice.followed())
+            followed.enter_context(self.reductions.followed())
             followed.enter_context(self.fake_mode)
             followed.enter_context(self.recorder)
             followed.enter_context(extremes())
@@ -229,7 +235,8 @@ class Trace:
         captured = dataclasses.replace(captured, guards=guards, effects=found.effects)
         for name in self.parameters:
             self.tensors[name].grad = None
-        return Traced(captured, {name: gradient is not None for name, gradient in left.items()}, found.counted)
+        leaves = {name: gradient is not None for name, gradient in left.items()}
+        return Traced(captured, leaves, found.counted, self.reductions.again())
 
     def objects(self) -> list[tuple[Any, str]]:
         """What is in the batch besides tensors and plain values, with its name: it may change inside."""

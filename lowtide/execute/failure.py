@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from lowtide import device
-from lowtide.errors import LowtideError, PlaceError, StepError
+from lowtide.errors import LowtideError, PlaceError, RankError, StepError
 from lowtide.execute.slots import goes_home
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
@@ -40,6 +40,8 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
         generator = device.of(graph.device).generator()
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     what, hint = _damage(graph, parameters, buffers, gradients)
+    if isinstance(error, RankError):
+        hint = error.hint or hint  # whatever this rank has or has not done, it can't go on alone
     message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached, error)}"
     if interrupted:
         error.add_note(f"{message}. {what}: {hint}")

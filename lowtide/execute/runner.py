@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtide import device as devices
@@ -18,6 +18,7 @@ from lowtide.execute.call import Call
 from lowtide.execute.lessons import Lessons
 from lowtide.execute.source import generate
 from lowtide.execute.timings import Timings
+from lowtide.kernels import collectives
 from lowtide.program import Program
 
 
@@ -48,6 +49,7 @@ class Runner:
         self.lessons = Lessons(graph, program, counted, self.away.staging)  # what its steps taught
         self.arrangement = Arrangement(self.device, program.arena, self.lessons)  # where its steps allocate
         self.timings = Timings(program, self.device)  # what its steps and ops take
+        self.gate: Callable[[], None] = _open  # passed once it is known that a step can run, and before it does
 
     def __call__(self, *batch: Any) -> Any:
         """One training step on this batch; returns what the step returns, detached."""
@@ -57,6 +59,7 @@ class Runner:
         """The same, on a batch that is taken apart already."""
         settled, begun = self.lessons.tape is not None, self.device.clock()
         inputs = self.binding.take(batch)
+        self.gate()
         call = self.call()
         watch = self.timings.watch(call.cursor) if settled else None
         try:
@@ -66,6 +69,7 @@ class Runner:
             result = self.binding.leave(outputs)
         except BaseException as error:
             inputs.clear()
+            collectives.drain()
             call.fail(error)
             raise
         call.teach(self.lessons)
@@ -97,6 +101,10 @@ class Runner:
     def mismatches(self) -> int:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return self.lessons.mismatches
+
+
+def _open() -> None:
+    """Where nobody else takes the step, nobody has to be asked."""
 
 
 def execute(

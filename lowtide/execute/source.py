@@ -1,14 +1,15 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed. A step with a handover is a generator, which yields there.
+to know how far a step came that failed. A step with a handover is a generator, which yields there. A collective is
+started where its op is, and waited for before the first instruction that is about what it makes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from lowtide.errors import ProgramError
 from lowtide.execute.loops import roll
 from lowtide.execute.slots import goes_home
 from lowtide.graph import Arg, Constant, Graph, Op, Read
+from lowtide.kernels import collectives
 from lowtide.private import bare_kernel
 from lowtide.program import Copy, Free, Program, Run, Wait, exists
 
@@ -77,6 +79,7 @@ class _Writer:
         self.held: dict[int, _Tensor] = {}  # value on the device -> its variable
         self.count = 0
         self.homes: dict[int, _Home] = {}  # the caller's storages
+        self.in_flight: dict[int, str] = {}  # value that a collective still makes -> the variable that it was given
         self.repeats: defaultdict[int, int] = defaultdict(int)  # random op -> repeated runs that are still to come
         for instruction in program.instructions:
             if isinstance(instruction, Run) and instruction.again and graph.ops[instruction.op].random:
@@ -98,6 +101,7 @@ class _Writer:
         self.emit(f"({inputs}) = inputs" if inputs else "pass")
         self.emit("inputs.clear()")
         for number, instruction in enumerate(self.program.instructions):
+            self.arrive(instruction)
             if isinstance(instruction, Run | Copy):
                 self.emit(f"at[0] = {number}")
             match instruction:
@@ -117,6 +121,7 @@ class _Writer:
                     self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
+        self.land(self.in_flight)
         results = ", ".join(
             self.read(Read(output.value, output.view)) if output.home == "device" else "None"
             for output in self.graph.outputs
@@ -146,6 +151,9 @@ class _Writer:
             overload, out = found or _no_overwriter(op)
             target, results = self.constant(bare_kernel(overload)), ""
             arguments += [] if out is None else [f"{out}={onto.name}"]
+        if op.target == collectives.ALL_REDUCE:
+            target = self.constant(collectives.start)
+            self.in_flight[op.updates[0][0]] = arguments[0]
         call = f"{target}({', '.join(arguments)})" if target else f"yield {arguments[1]} + {arguments[2]}"
         self.draw(instruction, f"{results} = {call}" if results else call)
         if "_" in results.replace(",", " ").split():
@@ -161,6 +169,17 @@ class _Writer:
                 home = self.homes.get(self.graph.values[old].storage)
                 if home is not None and home.name == updated[old].name:
                     home.content = new
+
+    def arrive(self, instruction: Run | Free | Copy | Wait) -> None:
+        """Before an instruction: wait for what collectives still make of the values that it is about."""
+        if self.in_flight:
+            touched = self.graph.reads[instruction.op] if isinstance(instruction, Run) else (instruction.value,)
+            self.land(value for value in touched if value in self.in_flight)
+
+    def land(self, values: Iterable[int]) -> None:
+        """Wait for the collectives that make these values."""
+        for value in [*values]:
+            self.emit(f"{self.constant(collectives.wait)}({self.in_flight.pop(value)})")
 
     def results(self, op: Op, over: dict[int, int]) -> tuple[str, _Tensor | None]:
         """The left side of the call, and the tensor that it must write to when its result sits on an argument."""

@@ -19,6 +19,7 @@ from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Manner
 from lowtide.fit.moving import Moving
 from lowtide.fit.pressure import Pressure
+from lowtide.fit.ranks import of as of_ranks
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
 from lowtide.guards import Change
@@ -42,7 +43,8 @@ class Fitted:
         refuse_to_run(request.model)
         self._request, self._manner = request, manner
         self._changes = Changes()
-        self._maker = Maker(request, manner)
+        self._ranks = of_ranks(request)  # that take its steps together
+        self._maker = Maker(request, manner, self._ranks)
         self._kept = Kept[Pressure]()
         made = self._maker.make(example)
         self._keep(Batch.of(example).key, made)
@@ -61,6 +63,16 @@ class Fitted:
         return result
 
     def _call(self, *batch: Any) -> Any:
+        if self._ranks is None:
+            return self._take(batch)
+        self._ranks.step()
+        try:
+            return self._take(batch)
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
+
+    def _take(self, batch: tuple[Any, ...]) -> Any:
         change: Change | None = None  # the first; with its error the frames that hold the batch would stay
         given = Batch.of(batch)
         for one in self._kept.candidates(given.key):
@@ -75,7 +87,8 @@ class Fitted:
         assert change is not None
         self._changes.note(change)
         self._request.say(f"{change.what}: the step is captured anew, within the same budget")
-        made = self._maker.make(batch, self._changes.numbers, known=self._fits)
+        together = self._ranks is not None and self._ranks.needs()
+        made = self._maker.make(batch, self._changes.numbers, known=self._fits, together=together)
         one = self._keep(given.key, made)
         result = one.take(given)
         one.hold()
@@ -175,6 +188,11 @@ class Fitted:
 
     def verify(self, steps: int, *, tell: Tell | None = None) -> None:
         """Let the next steps run in eager PyTorch, too, on copies, and compare every bit; `tell` is told its price."""
+        if self._ranks is not None:
+            raise UsageError(
+                "a step of several ranks can't run beside eager's: both would speak to the other ranks.",
+                hint="compare two runs, with lowtide and without: parameters and losses are equal to the bit.",
+            )
         if self._manner.alone is not None:
             raise UsageError(
                 self._manner.alone,

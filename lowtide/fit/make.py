@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from lowtide import device as devices
@@ -16,18 +17,19 @@ from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Effort, Leave, choose,
 from lowtide.costs import Costs
 from lowtide.errors import CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.ranks import Ranks, signature, sums
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
 from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
 from lowtide.page.advice import Situation
-from lowtide.plan import carry, plan
+from lowtide.plan import carry, overlap, plan
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.rewrite import EXACT, apply
-from lowtide.rewrites import FORMS, exactness
+from lowtide.rewrites import FORMS, LOSSY_ORDER, ROUNDING, exactness
 from lowtide.verify.gradient import with_errors
 
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
@@ -52,7 +54,7 @@ class Manner:
 
 
 def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
-    return capture(request.step, request.model, request.optimizer, batch, numbers=numbers)
+    return capture(request.step, request.model, request.optimizer, batch, numbers=numbers, ranks=True)
 
 
 WHOLE = Manner(_capture_whole, lambda runner: runner.run)
@@ -74,39 +76,58 @@ class Fit:
 class Maker:
     """Makes the steps of one request, all within one budget."""
 
-    def __init__(self, request: Request, manner: Manner) -> None:
+    def __init__(self, request: Request, manner: Manner, ranks: Ranks | None = None) -> None:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
-        self._request, self._manner = request, manner
+        self._request, self._manner, self._ranks = request, manner, ranks
 
-    def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
-        """The step for batches like this one; from a similar one, where one is known: the latest are first."""
-        with self._request.aloud:
-            return self._made(batch, numbers, known)
+    def make(
+        self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = (), together: bool = True
+    ) -> Fit:
+        """The step for batches like this one; from a similar one, where one is known: the latest are first.
 
-    def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Fit:
-        captured = self._capture(batch, numbers)
+        Ranks that make theirs `together` share a plan where they ask for the same.
+        """
+        quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
+        with nullcontext() if quiet else self._request.aloud:
+            return self._made(batch, numbers, known, self._ranks if together else None)
+
+    def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit], ranks: Ranks | None) -> Fit:
+        if ranks is None:
+            captured = self._capture(batch, numbers)
+        else:
+            captured = ranks.all_or_none(lambda: self._capture(batch, numbers))
+            ranks.same(signature(captured.graph))
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         leave = self._leave(captured.graph, batch, numbers, known)
-        if not known and self._request.plan is not None:
-            chosen = self._given(self._request.plan, captured.graph, leave)
+        if ranks is None:
+            chosen = self._chosen(captured.graph, leave, known)
         else:
-            chosen = (
-                self._shrunk(known, captured.graph)
-                or self._carried(known, captured.graph)
-                or choose(
-                    captured.graph,
-                    self._price,
-                    self._search,
-                    leave=leave,
-                    away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
-                    could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
-                    say=self._request.say,
-                )
-            )
+            asked = (captured.graph.fingerprint, self._request.asked, self.budget, len(known))
+            chosen = ranks.shared(asked, lambda: self._chosen(captured.graph, leave, known))
+            self.budget = chosen.plan.budget if self.budget is None else self.budget
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         return self._bind(replace(captured, graph=chosen.graph), replace(chosen, plan=found), captured.graph)
+
+    def _chosen(self, graph: Graph, leave: Leave, known: Sequence[Fit]) -> Choice:
+        """The plan for a captured step: the one that was asked for, one from a similar step, or a new one."""
+        if not known and self._request.plan is not None:
+            return self._given(self._request.plan, graph, leave)
+        chosen = (
+            self._shrunk(known, graph)
+            or self._carried(known, graph)
+            or choose(
+                graph,
+                self._price,
+                self._search,
+                leave=leave,
+                away=self._request.places.away(graph.device, lasting=self._manner.lasting),
+                could=Away.nearest(graph.device, lasting=self._manner.lasting),
+                say=self._request.say,
+            )
+        )
+        return replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -123,6 +144,7 @@ class Maker:
         """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""
         captured = fit.runner.captured
         found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
+        found = overlap(found, captured.graph, costs, sums(captured.graph))
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
         made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
@@ -151,6 +173,8 @@ class Maker:
 
     def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        if self._ranks is not None:
+            runner.gate = partial(self._ranks.ready, signature(seen))
         call = self._manner.caller(runner)
         return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
@@ -168,6 +192,8 @@ class Maker:
         before = known[0].plan.rewrites if known else ()
         always = tuple(one for one in before if one.name in FORMS)
         without = frozenset[str]() if self._manner.lasting else FORMS
+        if self._ranks is not None:
+            without |= {*ROUNDING, *LOSSY_ORDER}
         return Leave(self._request.allowed, self._resized(graph, batch, numbers), always, without)
 
     def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:

@@ -60,6 +60,12 @@ class Request:
         return read_allow(self.allow, self.rounding)
 
     @property
+    def asked(self) -> tuple[Any, ...]:
+        """What the plan depends on beside the step, to be compared with what other ranks ask."""
+        plan = self.plan if self.plan is None or isinstance(self.plan, Plan) else os.fspath(self.plan)
+        return self.budget, plan, self.time_limit, self.costs, self.offload, self.offload_budget, self.beside
+
+    @property
     def places(self) -> Offload:
         """Where values, state and parameters may go."""
         return Offload(self.offload, self.offload_budget, self.offload_dir)

@@ -21,8 +21,8 @@ from lowtide import device, files, kernels
 from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
-from lowtide.graph import Graph
-from lowtide.kernels import forms, own, sparse
+from lowtide.graph import Graph, Op
+from lowtide.kernels import collectives, forms, own, sparse
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
@@ -86,7 +86,7 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
     keys: list[str | None] = []
     around = surroundings(graph)
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator.") or op.target == kernels.HANDOVER:
+        if op.target.startswith("operator.") or op.target in kernels.UNMEASURED:
             keys.append(None)
             continue
         cut = {**specimen(graph, index), **around[index]}
@@ -112,7 +112,9 @@ def _costs(
     failures: dict[str, str] = {}
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
         if key is None:
-            seconds[index] = 1e-7
+            if op.target not in collectives.COLLECTIVES:
+                seconds[index] = 1e-7
+            in_arena[index] = in_heap[index] = _held_inside(graph, op, where.alignment)
             continue
         answer = answers[key]
         if "error" in answer:
@@ -145,6 +147,16 @@ def _costs(
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
     )
+
+
+def _held_inside(graph: Graph, op: Op, alignment: int) -> int:
+    """The bytes that an op holds inside that can't be measured alone: of a broadcast, buffers of one type at a time."""
+    if op.target != collectives.BROADCAST:
+        return 0
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for read in op.arguments():
+        sizes[graph.values[read.value].dtype] += graph.values[read.value].nbytes
+    return max(-(-size // alignment) * alignment for size in sizes.values())
 
 
 def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

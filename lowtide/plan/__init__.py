@@ -12,6 +12,7 @@ from lowtide.plan.carry import carry
 from lowtide.plan.classics import CLASSICS
 from lowtide.plan.infeasible import floor
 from lowtide.plan.keep import as_eager, keep_everything
+from lowtide.plan.overlap import overlap
 from lowtide.plan.planning import BEST, METHODS, OFFLOAD, Planning, Progress
 from lowtide.plan.settings import TIME_LIMIT
 from lowtide.program import Plan
@@ -27,6 +28,7 @@ __all__ = [
     "curve",
     "keep_everything",
     "least",
+    "overlap",
     "plan",
 ]
 

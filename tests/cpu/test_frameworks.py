@@ -34,7 +34,8 @@ def test_examples_have_the_losses_of_the_same_run_without_lowtide(name: str) -> 
     specification.loader.exec_module(example)
     plain = example.train()
     assert len(plain) >= 4
-    assert example.train("75%", **QUICK) == plain
+    quick = {"time_limit": 0.3} if name == "several_ranks" else QUICK  # a whole step keeps its budget, or warns
+    assert example.train("75%", **quick) == plain
 
 
 # ------------------------------------------------------------------------------------------------------- Hugging Face

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +55,60 @@ def canary(*names: str, does: str) -> Callable[[Callable[..., None]], Callable[.
 
 
 # ------------------------------------------------------------------------------------------------------------ stand-ins
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@canary(
+    "ddp_buckets", "ddp_order", "ignored_by_ddp", does="gives the buckets of DDP, which decide how sums are rounded"
+)
+def test_the_buckets_of_ddp() -> None:
+    with one_rank():
+        layers = [torch.nn.Linear(100, 100) for _ in range(4)]
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.06)
+        parameters = [*ddp.parameters()]
+        assert private.ddp_buckets(ddp, parameters, None) == [[*range(8)]]  # one for all, until it knows better
+        assert private.ddp_order(ddp) is None
+        for _ in range(2):
+            ddp(torch.randn(3, 100)).sum().backward()
+        order = private.ddp_order(ddp)
+        assert order is not None
+        assert sorted(order) == [*range(8)]
+        rebuilt = private.ddp_buckets(ddp, parameters, order)
+        said = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        assert [4 * sum(parameters[one].numel() for one in bucket) for bucket in rebuilt] == [
+            int(size) for size in said.split(", ")
+        ]
+        assert len(rebuilt) > 1
+        assert private.ignored_by_ddp(ddp) == set()
+
+
+@canary(
+    "ddp_hooked", "ddp_joining", "ddp_delays", "release_reducer", does="knows what DDP was told, and frees its buckets"
+)
+def test_what_ddp_was_told() -> None:
+    with one_rank():
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+        assert not any(asked(ddp) for asked in (private.ddp_hooked, private.ddp_joining, private.ddp_delays))
+        with ddp.join():
+            assert private.ddp_joining(ddp)
+        with allocator.meter() as meter:
+            ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+            held = meter.current
+            private.release_reducer(ddp)
+            assert held - meter.current >= 40_400
+            ddp(torch.ones(2, 100)).sum().backward()
+        assert isinstance(ddp.reducer, torch.distributed.Reducer)
+        ddp.register_comm_hook(None, lambda state, bucket: bucket)
+        assert private.ddp_hooked(ddp)
 
 
 @canary("FakeTensor", "FakeTensorMode", "fake_mode", does="lets a step be traced on tensors without contents")
@@ -604,7 +660,9 @@ def test_every_name_has_a_canary() -> None:
     names = {
         name
         for name, thing in vars(private).items()
-        if not name.startswith("_") and not isinstance(thing, ModuleType) and name not in ("Any", "Callable")
+        if not name.startswith("_")
+        and not isinstance(thing, ModuleType)
+        and name not in ("Any", "Callable", "Sequence")
     }
     refusal = {"FIRST", "BEYOND", "PARTS", "VersionError", "refuse_version", "refuse_missing", "annotations"}
     assert names - refusal - WATCHED == set()

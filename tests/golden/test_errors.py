@@ -154,7 +154,9 @@ def test_errors_in_full(golden: Golden, tmp_path: Path, monkeypatch: pytest.Monk
         "LBFGS": lambda: optimized(torch.optim.LBFGS),
         "a fused optimizer": lambda: optimized(torch.optim.AdamW, fused=True),
         "a compiled model": compiled,
-        "DistributedDataParallel": lambda: fit(net=DistributedDataParallel(faulty.model())),
+        "DistributedDataParallel, wrapped": lambda: lowtide.wrap(
+            DistributedDataParallel(faulty.model()), example=faulty.batch()[:1], budget=2**30
+        ),
         "autocast around the step": under_autocast,
         "a GPU": on_a_gpu,
         "a budget and a plan": lambda: fit(plan="mine.plan"),
