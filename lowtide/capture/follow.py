@@ -23,8 +23,9 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide import private
 from lowtide.capture import lines
-from lowtide.capture.impure import kept_away, refuse_impure, refuse_unseeded
+from lowtide.capture.impure import environment_followed, kept_away, refuse_impure, refuse_unseeded
 from lowtide.capture.lines import Load, Use
 from lowtide.capture.origin import user_line
 from lowtide.capture.world import World, is_cached, library
@@ -80,6 +81,7 @@ class Follower:
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.imported: dict[str, ModuleType] = {}  # by lines of the step
+        self.environment: dict[Any, Any] = {}  # variables that were read, as the dict of os.environ has them
         self.refusal: CaptureError | None = None  # of a line that did what can't be repeated
         self.codes: set[CodeType] = set()
         self._made: set[CodeType] = set()  # of functions that the step itself makes
@@ -103,7 +105,11 @@ class Follower:
         builtins.getattr = noted
         sys.settrace(self._call)
         try:
-            with kept_away(is_user_file, self._note), _contents_kept(self._note):
+            with (
+                kept_away(is_user_file, self._note),
+                environment_followed(is_user_file, self._read_variable, self._note),
+                _contents_kept(self._note),
+            ):
                 yield
         finally:
             sys.settrace(before)
@@ -191,6 +197,9 @@ class Follower:
             self._note(error)
             raise
 
+    def _read_variable(self, key: Any) -> None:
+        self.environment.setdefault(key, private.environment().get(key, MISSING))
+
     def _note(self, error: CaptureError) -> None:
         self.refusal = self.refusal or error  # the step's own code might catch it
 
@@ -248,6 +257,8 @@ def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
 
 def _of_library(value: Any) -> bool:
     """Whether an object is a part of a library, which users do not change."""
+    if value is os.environ:
+        return True  # each variable that is read is noted
     if isinstance(value, ModuleType):
         return library(value.__name__)
     if isinstance(value, functools.partial) or is_cached(value):

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -37,7 +37,6 @@ OUTSIDE = {
     open: "open",
     input: "input",
     os.urandom: "os.urandom",
-    os.getenv: "os.getenv",
     os.system: "os.system",
     uuid.uuid1: "uuid.uuid1",
     uuid.uuid4: "uuid.uuid4",
@@ -46,6 +45,7 @@ OUTSIDE = {
     datetime.datetime: "datetime.datetime",
 }
 UNSEEN = {globals: "globals()"}  # they lead to names that no line says
+ENVIRONMENT: Any = type(os.environ)
 
 
 THREADS: tuple[tuple[type, str], ...] = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
@@ -91,6 +91,50 @@ def kept_away(is_user_file: Callable[[str], bool], note: Callable[[CaptureError]
             setattr(home, name, function)
 
 
+@contextlib.contextmanager
+def environment_followed(
+    is_user_file: Callable[[str], bool], read: Callable[[Any], None], note: Callable[[CaptureError], None]
+) -> Iterator[None]:
+    """A context in which it is noted which variables of the environment are read, by their keys in its dict.
+
+    User code that looks at all of them or changes one is refused.
+    """
+    thread = threading.get_ident()
+    kept = {name: ENVIRONMENT.__dict__[name] for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__")}
+
+    def looked_up(environment: Any, key: Any) -> Any:
+        if environment is os.environ and threading.get_ident() == thread:
+            read(environment.encodekey(key))
+        return kept["__getitem__"](environment, key)
+
+    def guarded(name: str, what: str) -> Callable[..., Any]:
+        def call(environment: Any, *args: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith("<frozen"):
+                frame = frame.f_back
+            if threading.get_ident() == thread and frame is not None and is_user_file(frame.f_code.co_filename):
+                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                try:
+                    _refuse(f"{source}: the step {what} os.environ, which is outside of the step.")
+                except CaptureError as error:
+                    note(error)
+                    raise
+            return kept[name](environment, *args)
+
+        return call
+
+    try:
+        ENVIRONMENT.__getitem__ = looked_up
+        ENVIRONMENT.__iter__ = guarded("__iter__", "looks at all of")
+        ENVIRONMENT.__setitem__, ENVIRONMENT.__delitem__ = (
+            guarded(name, "changes") for name in ("__setitem__", "__delitem__")
+        )
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(ENVIRONMENT, name, function)
+
+
 def refuse_unseeded(seed: Any, source: str) -> None:
     """Raise where a line makes a generator of random numbers without a seed."""
     if seed is None:
@@ -99,8 +143,6 @@ def refuse_unseeded(seed: Any, source: str) -> None:
 
 def refuse_impure(value: Any, source: str) -> None:
     """Raise where a line uses one of these."""
-    if value is os.environ:
-        _refuse(f"{source}: the step looks at os.environ, which is outside of the step.")
     if isinstance(value, contextvars.ContextVar):
         _refuse(f"{source}: the step looks at {value.name!r}, a ContextVar, which can't be followed.")
     if not callable(value):

@@ -17,6 +17,8 @@ from lowtide import kernels, private
 from lowtide.aten import DETACHABLE, IDENTITIES, UNDECLARED_WRITES
 from lowtide.capture.books import Books
 from lowtide.capture.draws import Draws, drawn, foregone
+from lowtide.capture.expect import expected
+from lowtide.capture.fold import Fold
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
 from lowtide.capture.scalars import ScalarNode, refuse_data, result_of
@@ -24,7 +26,8 @@ from lowtide.capture.stand_in import fake_like
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
 from lowtide.guards import Comparison, Expression
-from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
+from lowtide.kernels.expected import EXPECT
+from lowtide.private import DynamicOutputShapeException, FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
 from lowtide.recompute import second_run
 
 aten = torch.ops.aten
@@ -44,6 +47,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.books = Books(self.ops)
         self.draws = Draws()
+        self.fold = Fold(self.ops, self.books)
         self.comparisons: list[Comparison] = []  # of numbers that the caller has
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
@@ -109,12 +113,26 @@ class Recorder(TorchDispatchMode):
         self._refuse_integers(func, args)
         plain_args = tuple(map(self._plain, args))
         plain_kwargs = {key: self._plain(arg) for key, arg in kwargs.items()}
-        result = self.recall.call(func, plain_args, plain_kwargs)
+        try:
+            result = self.recall.call(func, plain_args, plain_kwargs)
+        except DynamicOutputShapeException:
+            if (known := self._folded(func, plain_args, plain_kwargs)) is None:
+                raise
+            return known
         self._follow_gradient(plain_args)
         self._note(func, plain_args, plain_kwargs, args, kwargs, result)
         if isinstance(result, torch.Tensor) and id(result) in self._reals:
             return self._reals[id(result)]
         return result
+
+    def _folded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call makes that has as many elements as the contents of its arguments say, where these are known."""
+        found = self.fold.call(
+            func, tuple(self._arg(arg, arg) for arg in args), tuple((key, self._arg(a, a)) for key, a in kwargs.items())
+        )
+        return (
+            tuple(map(self._lift, found)) if isinstance(found, tuple) else None if found is None else self._lift(found)
+        )
 
     def _is_composite(self, func: Any) -> bool:
         """Whether eager runs this call as other calls; most are taken apart before they come here."""
@@ -135,14 +153,28 @@ class Recorder(TorchDispatchMode):
         fake = self._plain(tensor)
         if fake.constant is not None:
             return aten._local_scalar_dense.default(fake.constant)
+        read = self.books.read(fake)
+        if (known := self.fold.number(read)) is not None:
+            return known
         if not tensor.dtype.is_floating_point:
-            answer = foregone(self.ops, self.books.read(fake))
-            if answer is not None:
-                return answer
-            refuse_data("looks at the contents of a tensor", user_line())
+            return self._decision(tensor, read)
         node = self._new_scalar("item")
         self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (node.value,))
         return private.symbolic(node)
+
+    def _decision(self, tensor: torch.Tensor, read: Read) -> bool:
+        """What the step's own code is told where it asks whether something is so."""
+        if (answer := foregone(self.ops, read)) is not None:
+            return answer
+        if tensor.dtype == torch.bool and (assumed := expected(self.ops, read)) is not None:
+            self._add_op(EXPECT, (read, *assumed), (), (), channels=kernels.CHANNELS[EXPECT])
+            return assumed[0]
+        refuse_data("looks at the contents of a tensor", user_line())
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the caller's, or in the memory of one."""
+        made = ("activation", "activation gradient")
+        return not self.books.knows(tensor) or self.books.values[self.books.read(tensor).value].kind not in made
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
@@ -153,6 +185,8 @@ class Recorder(TorchDispatchMode):
         value = self.books.new_value("tensor", made, self._made_kind())
         self.books.register(made, self.books.new_storage(made, value), None)
         self._add_op("aten.clone.default", (self.books.read(constant),), (), (value,))
+        with private.without_modes():
+            self.fold.known[value] = tensor.detach().clone()
         return made
 
     def _note(

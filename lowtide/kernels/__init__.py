@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, forms, grouped
+from lowtide.kernels import blocks, expected, forms, grouped
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -26,11 +26,15 @@ EXTREMES = ("max", "min")  # scalar ops that are functions of Python itself
 # writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
 # buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
 HANDOVER = "lowtide.handover.default"
-CHANNELS: Mapping[str, tuple[str, ...]] = {HANDOVER: ("handover",)}  # of ops whose tags do not say it
+CHANNELS: Mapping[str, tuple[str, ...]] = {
+    HANDOVER: ("handover",),
+    expected.EXPECT: ("check",),
+}  # of ops whose tags do not say it
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
+expected.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]

@@ -86,7 +86,7 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
     keys: list[str | None] = []
     around = surroundings(graph)
     for index, op in enumerate(graph.ops):
-        if op.target.startswith("operator.") or op.target == kernels.HANDOVER:
+        if op.target.startswith("operator.") or op.target in kernels.CHANNELS:
             keys.append(None)
             continue
         cut = {**specimen(graph, index), **around[index]}
