@@ -16,7 +16,7 @@ from lowtide.errors import UsageError
 from lowtide.execute import Batch, Key, StaleError
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
-from lowtide.fit.make import WHOLE, Fit, Maker, Manner
+from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
 from lowtide.graph import Place
@@ -134,6 +134,11 @@ class Fitted:
     def mismatches(self) -> int:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
+
+    @property
+    def makings(self) -> tuple[Making, ...]:
+        """What it took to make each of its steps so far: the first, and those for other batches."""
+        return tuple(self._maker.makings)
 
     def pack(self, *batch: Any) -> tuple[Any, ...]:
         """The batch as the step holds it: as bytes with `input8`, so that nobody need keep the floats, or as it is."""

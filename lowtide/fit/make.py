@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +15,9 @@ from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
-from lowtide.errors import CaptureError
+from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
@@ -39,6 +41,14 @@ ROOMY, WASTE = (
 )  # of the budget, and overhead: a carried plan that leaves so much and costs so much is no good
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
+
+
+@dataclass(frozen=True)
+class Making:
+    """What it took to make one step."""
+
+    seconds: float
+    searches: int  # for plans; 0: its sequence was that of another step
 
 
 @dataclass(frozen=True)
@@ -76,28 +86,54 @@ class Maker:
 
     def __init__(self, request: Request, manner: Manner) -> None:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
+        self.makings: list[Making] = []  # of all steps so far
         self._request, self._manner = request, manner
+        self._ladder = Ladder()
+        self._sources: list[Fit] = []  # steps whose plans were searched for; those of rungs may never run
+        self._estimates: dict[str, Costs] = {}  # of the graphs of known steps, by fingerprint
 
     def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
         """The step for batches like this one; from a similar one, where one is known: the latest are first."""
+        begun, searches = time.monotonic(), self._ladder.searches
+        self._ladder.see(batch)
+        made = self._make(batch, numbers, known)
+        self.makings.append(Making(time.monotonic() - begun, self._ladder.searches - searches))
+        return made
+
+    def _make(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Fit:
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = self._leave(captured.graph, batch, numbers, known)
+        graph = captured.graph
         if not known and self._request.plan is not None:
-            chosen = self._given(self._request.plan, captured.graph, leave)
-        else:
-            chosen = (
-                self._shrunk(known, captured.graph)
-                or self._carried(known, captured.graph)
-                or choose(
-                    captured.graph,
-                    self._price,
-                    self._search,
-                    leave=leave,
-                    away=self._request.places.away(captured.graph.device, lasting=self._manner.lasting),
-                    could=Away.nearest(captured.graph.device, lasting=self._manner.lasting),
-                )
-            )
+            leave = self._leave(graph, batch, numbers, known)
+            return self._finish(captured, batch, self._given(self._request.plan, graph, leave))
+        similar = (
+            self._shrunk(graph, batch, numbers)
+            or self._from_rung(known, graph, batch, numbers)
+            or self._carried(known, graph)
+        )
+        if similar is None:
+            return self._source(captured, batch, self._chosen(graph, batch, numbers, known))
+        return self._finish(captured, batch, similar)
+
+    def _source(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
+        """A step whose sequence others may take."""
+        self._sources.append(self._finish(captured, batch, chosen))
+        return self._sources[-1]
+
+    def _chosen(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Choice:
+        """What a search finds."""
+        self._ladder.searches += 1
+        return choose(
+            graph,
+            self._price,
+            self._search,
+            leave=self._leave(graph, batch, numbers, known),
+            away=self._request.places.away(graph.device, lasting=self._manner.lasting),
+            could=Away.nearest(graph.device, lasting=self._manner.lasting),
+        )
+
+    def _finish(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
@@ -121,6 +157,7 @@ class Maker:
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
         made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
+        self._sources = [made if one is fit else one for one in self._sources]
         return made
 
     def correct(self, fit: Fit) -> bool:
@@ -179,24 +216,70 @@ class Maker:
         self.budget = chosen.plan.budget
         return chosen
 
-    def _shrunk(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
-        """A plan from that of the next larger batch, without measuring; where that wastes time, a new one."""
+    def _shrunk(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, *, rung: bool = True) -> Choice | None:
+        """A plan from that of the next larger batch, without measuring; where that wastes time, by way of a rung."""
         rewritten = apply(graph, EXACT)
         candidate = rewritten.graph
-        exact = [one for one in fits if one.plan.rewrites == rewritten.rewrites]
+        exact = [one for one in self._sources if one.plan.rewrites == rewritten.rewrites]
+        same = next((one for one in exact if one.runner.captured.graph.fingerprint == candidate.fingerprint), None)
+        if same is not None:
+            return Choice(candidate, same.costs, same.plan, same.eager_peak)
         larger = [one for one in exact if smaller(one.runner.captured.graph, candidate)]
-        if not larger or any(one.runner.captured.graph.fingerprint == candidate.fingerprint for one in exact):
+        if not larger:
             return None
         known = min(larger, key=lambda one: sum(one.costs.nbytes))
         before = known.runner.captured.graph
-        costs = scaled(known.costs, before, candidate)
+        costs = scaled(known.costs, before, candidate, self._estimate(before))
         found = carry(known.plan, before, candidate, costs, self.budget)
         peak = eager_peak(graph, rewritten, costs, roofline)
         idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
-        if found is None or (idle and found.overhead > WASTE):
+        wasted = idle and found is not None and found.overhead > WASTE
+        if found is None or (wasted and rung and self._ladder.searches < SEARCHES):
+            if rung and self._between(known, batch, numbers):
+                return self._shrunk(graph, batch, numbers, rung=False)
+            self._ladder.searches += 1
             self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
             found = self._search(candidate, costs, peak, 1.0)
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
+
+    def _between(self, known: Fit, batch: tuple[Any, ...], numbers: Numbers) -> bool:
+        """Plan a rung below a known step and above this batch, without measuring; whether there is one."""
+        above = self._ladder.above(batch, BETWEEN)
+        if above is None:
+            return False
+        captured = self._capture(above, numbers)
+        rewritten = apply(captured.graph, EXACT)
+        candidate, before = rewritten.graph, known.runner.captured.graph
+        if rewritten.rewrites != known.plan.rewrites or not smaller(before, candidate):
+            return False
+        costs = scaled(known.costs, before, candidate, self._estimate(before))
+        peak = eager_peak(captured.graph, rewritten, costs, roofline)
+        self._ladder.searches += 1
+        found = replace(self._search(candidate, costs, peak, 1.0), rewrites=rewritten.rewrites)
+        self._source(captured, above, Choice(candidate, costs, found, peak))
+        return True
+
+    def _from_rung(self, known: Sequence[Fit], graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Choice | None:
+        """A batch that is larger than all known ones: plan a rung above it, and take its plan."""
+        if not known or self._request.allowed or self._request.budget == LEAST or self._request.offload is not None:
+            return None
+        candidate, above = apply(graph, EXACT).graph, self._ladder.above(batch)
+        if above is None or not any(smaller(candidate, one.runner.captured.graph) for one in known):
+            return None
+        try:
+            captured = self._capture(above, numbers)
+            self._request.say("a longer batch than all before: one with room for longer ones is planned")
+            chosen = self._chosen(captured.graph, above, numbers, known)
+        except (CaptureError, BudgetError):
+            self._ladder.refuse(above)
+            return None
+        self._source(captured, above, chosen)
+        return self._shrunk(graph, batch, numbers)
+
+    def _estimate(self, graph: Graph) -> Costs:
+        if graph.fingerprint not in self._estimates:
+            self._estimates[graph.fingerprint] = roofline(graph)
+        return self._estimates[graph.fingerprint]
 
     def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""

@@ -1,8 +1,9 @@
-"""What a step's own code asks while it is traced: what is known at once, what is assumed and checked, what is refused."""
+"""What a step's own code asks while it is traced: what is known at once, what is assumed and checked, and refused."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -200,6 +201,63 @@ def test_grouped_products_are_described_as_they_are(one: Any, other: Any, ends: 
     found = described(product)(*(None if one is None else one.to("meta") for one in given))
     assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
     assert found.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+LAYOUT_CALLS: dict[str, tuple[Any, ...]] = {
+    "mse_loss_backward": (1,),
+    "smooth_l1_loss_backward": (1, 1.0),
+    "huber_loss_backward": (1, 1.0),
+    "binary_cross_entropy_backward": (None, 1),
+    "_log_softmax_backward_data": (-1, torch.float32),
+    "gelu_backward": (),
+    "hardswish_backward": (),
+    "hardtanh_backward": (-1.0, 1.0),
+    "softplus_backward": (1.0, 20.0),
+}
+
+
+def layouts(*shape: int) -> list[Tensor]:
+    """A tensor with its dimensions in every order, and one that is spread from a single number."""
+    orders = itertools.permutations(range(len(shape)))
+    found = [
+        torch.rand([shape[place] for place in order]).permute(torch.tensor(order).argsort().tolist())
+        for order in orders
+    ]
+    return [*found, torch.rand(()).expand(shape)]
+
+
+def empty(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def assert_described(call: Any, *args: Any) -> None:
+    real = call(*args)
+    found = described(call)(*(empty(one) if isinstance(one, Tensor) else one for one in args))
+    pairs = zip(real, found, strict=True) if isinstance(real, tuple) else [(real, found)]
+    for one, other in pairs:
+        assert one is None or not one.numel() or (one.stride(), one.dtype) == (other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize("name", LAYOUT_CALLS)
+def test_results_are_laid_out_as_they_are_described(name: str) -> None:
+    call = getattr(torch.ops.aten, name).default
+    for gradient, given in itertools.product(layouts(2, 4, 3), layouts(2, 4, 3)[:-1]):
+        others = (given.contiguous(),) if "loss" in name or "binary" in name else ()
+        assert_described(call, gradient, given, *others, *LAYOUT_CALLS[name])
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 3, 4, 5)])
+def test_norms_are_laid_out_as_they_are_described(shape: tuple[int, ...]) -> None:
+    aten, channels = torch.ops.aten, torch.ones(shape[1])
+    for given in layouts(*shape)[:-1]:
+        assert_described(aten.native_batch_norm.default, given, channels, channels, channels, channels, True, 0.1, 1e-5)
+        for gradient in layouts(*shape)[:-1]:
+            more = (channels, channels, channels, channels, channels, True, 1e-5, [True, True, True])
+            assert_described(aten.native_batch_norm_backward.default, gradient, given, *more)
+            _, mean, spread = aten.native_layer_norm.default(given, shape[-1:], None, None, 1e-5)
+            more = (shape[-1:], mean, spread, None, None, [True, False, False])
+            assert_described(aten.native_layer_norm_backward.default, gradient, given, *more)
+            assert_described(aten.elu_backward.default, gradient, 1.0, 1.0, 1.0, False, given)
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.bench.cli import batch, classics, fit, limited, low_memory, models, offload, plan, trust
+from lowtide.bench.cli import batch, classics, fit, lengths, limited, low_memory, models, offload, plan, trust
 from lowtide.bench.cli.verbs import app
 from lowtide.cli import app as commands
 
@@ -15,6 +15,7 @@ app.command()(limited.limited)
 app.command()(limited.steady)
 app.command()(limited.soak)
 app.command(name="low-memory")(low_memory.low_memory)
+app.command()(lengths.lengths)
 app.command()(models.models)
 app.command()(trust.trust)
 commands.add_typer(app, name="bench", rich_help_panel=None)
