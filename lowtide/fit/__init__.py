@@ -265,7 +265,7 @@ def fit(
       eager's step adds to it; "least": as few bytes as can be planned, for each shape. Without one it is what is free
       on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
-    - `time_limit`: seconds of planning.
+    - `time_limit`: seconds of planning at most; a step that takes little time is planned in less.
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.
     - `costs`: "roofline" estimates the ops instead of measuring them: quicker to fit, but what they hold inside is
       unknown, and the budget may be missed.

@@ -35,6 +35,8 @@ from lowtide.verify.gradient import with_errors
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
+SHORTEST = 0.5  # seconds of search that every step is worth
+PAYS = 20  # times the seconds of a step: what a longer search might find pays after thousands of steps only
 ROOMY, WASTE = (
     0.75,
     0.02,
@@ -299,7 +301,8 @@ class Maker:
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int, part: float) -> Plan:
-        planning, lowest = Planning(graph, costs, time_limit=part * self._request.time_limit), []
+        limit = min(part * self._request.time_limit, max(SHORTEST, PAYS * sum(costs.seconds[: len(graph.ordinary)])))
+        planning, lowest = Planning(graph, costs, time_limit=limit), []
         if self._request.budget == LEAST:  # of each shape: a later one may need more
             lowest.append(planning.least())
             self.budget = max(self.budget or 0, lowest[0].peak)
