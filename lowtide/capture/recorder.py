@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide import kernels, private
-from lowtide.aten import DETACHABLE, IDENTITIES, UNDECLARED_WRITES
+from lowtide.aten import DETACHABLE, IDENTITIES
 from lowtide.capture.books import Books
+from lowtide.capture.calls import name_of, without_dropout, written_by
 from lowtide.capture.draws import Draws, drawn, foregone
 from lowtide.capture.expect import expected
 from lowtide.capture.fold import Fold
@@ -199,7 +200,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> None:
         results = list(result) if isinstance(result, (tuple, list)) else [result]
-        written = _written(func, plain_args, plain_kwargs)
+        written = written_by(func, plain_args, plain_kwargs)
         if not written and not any(isinstance(item, torch.Tensor) for item in results):
             return
         if not written and self._note_views(func, plain_args, plain_kwargs, results, isinstance(result, (tuple, list))):
@@ -220,25 +221,25 @@ class Recorder(TorchDispatchMode):
                 value = self.books.new_value(base_name, item, self._made_kind())
                 self.books.register(item, self.books.new_storage(item, value), None)
                 outputs.append(value)
-        target = _name_of(func)
+        target = name_of(func)
         what, same = None, None
-        random = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, plain_args, plain_kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags and not without_dropout(func, plain_args, plain_kwargs)
         if random:
             what = drawn(func, plain_args, plain_kwargs, recorded_args, recorded_kwargs, written)
             same = self.draws.before(what)
         if same is not None:
             self.books.drawn_again.add((len(self.ops), same.value))
         if same is not None and updates:
-            target, recorded_args, recorded_kwargs = _name_of(aten.copy_.default), (recorded_args[0], same), ()
+            target, recorded_args, recorded_kwargs = name_of(aten.copy_.default), (recorded_args[0], same), ()
         elif same is not None:
-            target, recorded_args, recorded_kwargs = _name_of(aten.clone.default), (same,), ()
+            target, recorded_args, recorded_kwargs = name_of(aten.clone.default), (same,), ()
         self._add_op(
             target,
             recorded_args,
             recorded_kwargs,
             tuple(outputs),
             updates=updates,
-            detachable=_name_of(func) in DETACHABLE,
+            detachable=name_of(func) in DETACHABLE,
             channels=("generator",) if random and same is None else kernels.CHANNELS.get(target, ()),
         )
         if random and same is None:
@@ -258,12 +259,12 @@ class Recorder(TorchDispatchMode):
             if self.books.knows(item):
                 continue
             view = source.view
-            if _name_of(func) not in IDENTITIES:
+            if name_of(func) not in IDENTITIES:
                 rest = tuple(self._arg(arg, arg) for arg in args[1:]) + tuple(self._arg(a, a) for a in kwargs.values())
                 if kwargs:
                     self.books.register_strided(item, source.storage)
                     continue
-                view = self.books.view(View(source.view, _name_of(func), rest, number if listed else None))
+                view = self.books.view(View(source.view, name_of(func), rest, number if listed else None))
             self.books.register(item, source.storage, view)
         return True
 
@@ -399,31 +400,3 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
         )
-
-
-def _name_of(func: Any) -> str:
-    return f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the call writes to."""
-    found: list[torch.Tensor] = []
-    undeclared = UNDECLARED_WRITES.get(_name_of(func), ())
-    for position, argument in enumerate(private.schema(func).arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if not declared and position not in undeclared:
-            continue
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        if not declared and not args[5]:
-            continue  # batch norm outside training leaves its statistics alone
-        found += [item for item in (given if isinstance(given, (list, tuple)) else [given]) if item is not None]
-    return found
-
-
-def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that may draw random numbers has its dropout at zero."""
-    for position, argument in enumerate(private.schema(func).arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
-    return False

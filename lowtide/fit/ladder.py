@@ -1,7 +1,7 @@
 """Sizes that are planned ahead, so that batches of ever other lengths need few searches.
 
-A batch that is longer than all before is planned at a *rung* above it, with room for those that come; shorter ones take
-the sequence of the next larger rung. Which sizes change is seen from the batches; nothing is ever padded.
+A batch that is longer than all before is planned at a *notch* above it, with room for those that come; shorter ones take
+the sequence of the next larger notch. Which sizes change is seen from the batches; nothing is ever padded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from lowtide import tree
 
-AHEAD = 1.3  # times the size that came: a rung above all known sizes
-BETWEEN = 1.1  # the same for a rung below a known one
-EVEN = 8  # sizes of rungs are multiples of this
+AHEAD = 1.3  # times the size that came: a notch above all known sizes
+BETWEEN = 1.1  # the same for a notch below a known one
+EVEN = 8  # sizes of notches are multiples of this
 SEARCHES = 6  # that other sizes may ask for; then what is known is made to do where it can
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # of the leaves of a batch; None: no tensor
@@ -26,10 +26,10 @@ class Ladder:
     """What is known of the sizes of one step's batches."""
 
     def __init__(self) -> None:
-        self.searches = 0  # for rungs and for sizes that no rung has
+        self.searches = 0  # for notches and for sizes that no notch has
         self._first: Shapes | None = None
         self._largest: Shapes | None = None  # of each dimension
-        self._too_large: set[Shapes] = set()  # rungs for which there is no plan
+        self._too_large: set[Shapes] = set()  # notches for which there is no plan
 
     def see(self, batch: tuple[Any, ...]) -> None:
         """A batch has come."""
@@ -44,7 +44,7 @@ class Ladder:
         )
 
     def above(self, batch: tuple[Any, ...], ahead: float = AHEAD) -> tuple[Any, ...] | None:
-        """A batch without contents whose changing sizes are those of a rung; None where that is no larger."""
+        """A batch without contents whose changing sizes are those of a notch; None where that is no larger."""
         if self.searches >= SEARCHES:
             ahead **= 2
         leaves, structure = tree.flatten(batch)
@@ -57,9 +57,9 @@ class Ladder:
         ]
         return tuple(structure.build(made))
 
-    def refuse(self, rung: tuple[Any, ...]) -> None:
-        """There is no plan for this rung within the budget."""
-        self._too_large.add(_shapes(rung))
+    def refuse(self, notch: tuple[Any, ...]) -> None:
+        """There is no plan for this notch within the budget."""
+        self._too_large.add(_shapes(notch))
 
     def _raised(self, shapes: Shapes, ahead: float) -> Shapes | None:
         """These sizes, those that change with room above them."""
@@ -71,11 +71,11 @@ class Ladder:
                 found.append(None)
                 continue
             sizes = zip(shape, first, largest, strict=True)
-            found.append(tuple(_rung(size, one, most, ahead) for size, one, most in sizes))
+            found.append(tuple(_notch(size, one, most, ahead) for size, one, most in sizes))
         return tuple(found)
 
 
-def _rung(size: int, first: int, largest: int, ahead: float) -> int:
+def _notch(size: int, first: int, largest: int, ahead: float) -> int:
     if size == first == largest:
         return size  # it never grew
     even = -(-math.ceil(size * ahead) // EVEN) * EVEN

@@ -91,7 +91,7 @@ class Maker:
         self.makings: list[Making] = []  # of all steps so far
         self._request, self._manner = request, manner
         self._ladder = Ladder()
-        self._sources: list[Fit] = []  # steps whose plans were searched for; those of rungs may never run
+        self._sources: list[Fit] = []  # steps whose plans were searched for; those of notches may never run
         self._estimates: dict[str, Costs] = {}  # of the graphs of known steps, by fingerprint
 
     def make(self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = ()) -> Fit:
@@ -111,7 +111,7 @@ class Maker:
             return self._finish(captured, batch, self._given(self._request.plan, graph, leave))
         similar = (
             self._shrunk(graph, batch, numbers)
-            or self._from_rung(known, graph, batch, numbers)
+            or self._from_notch(known, graph, batch, numbers)
             or self._carried(known, graph)
         )
         if similar is None:
@@ -218,8 +218,8 @@ class Maker:
         self.budget = chosen.plan.budget
         return chosen
 
-    def _shrunk(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, *, rung: bool = True) -> Choice | None:
-        """A plan from that of the next larger batch, without measuring; where that wastes time, by way of a rung."""
+    def _shrunk(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, *, notch: bool = True) -> Choice | None:
+        """A plan from that of the next larger batch, without measuring; where that wastes time, by way of a notch."""
         rewritten = apply(graph, EXACT)
         candidate = rewritten.graph
         exact = [one for one in self._sources if one.plan.rewrites == rewritten.rewrites]
@@ -236,16 +236,16 @@ class Maker:
         peak = eager_peak(graph, rewritten, costs, roofline)
         idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
         wasted = idle and found is not None and found.overhead > WASTE
-        if found is None or (wasted and rung and self._ladder.searches < SEARCHES):
-            if rung and self._between(known, batch, numbers):
-                return self._shrunk(graph, batch, numbers, rung=False)
+        if found is None or (wasted and notch and self._ladder.searches < SEARCHES):
+            if notch and self._between(known, batch, numbers):
+                return self._shrunk(graph, batch, numbers, notch=False)
             self._ladder.searches += 1
             self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
             found = self._search(candidate, costs, peak, 1.0)
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
 
     def _between(self, known: Fit, batch: tuple[Any, ...], numbers: Numbers) -> bool:
-        """Plan a rung below a known step and above this batch, without measuring; whether there is one."""
+        """Plan a notch below a known step and above this batch, without measuring; whether there is one."""
         above = self._ladder.above(batch, BETWEEN)
         if above is None:
             return False
@@ -261,8 +261,10 @@ class Maker:
         self._source(captured, above, Choice(candidate, costs, found, peak))
         return True
 
-    def _from_rung(self, known: Sequence[Fit], graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Choice | None:
-        """A batch that is larger than all known ones: plan a rung above it, and take its plan."""
+    def _from_notch(
+        self, known: Sequence[Fit], graph: Graph, batch: tuple[Any, ...], numbers: Numbers
+    ) -> Choice | None:
+        """A batch that is larger than all known ones: plan a notch above it, and take its plan."""
         if not known or self._request.allowed or self._request.budget == LEAST or self._request.offload is not None:
             return None
         candidate, above = apply(graph, EXACT).graph, self._ladder.above(batch)

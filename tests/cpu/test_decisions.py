@@ -266,7 +266,7 @@ def test_norms_are_laid_out_as_they_are_described(shape: tuple[int, ...]) -> Non
 )
 def test_models_of_others_are_exact_and_within_their_budget(name: str) -> None:
     from lowtide.bench.models import trial
-    from lowtide.bench.models.families import FAMILIES
+    from lowtide.bench.models.others import FAMILIES
 
     pytest.importorskip(FAMILIES[name].library)
     found = trial.run(FAMILIES[name], steps=3, budget="50%")

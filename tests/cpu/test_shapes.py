@@ -92,7 +92,7 @@ def test_ever_longer_batches_take_few_searches_and_stay_within_the_budget() -> N
     assert train.peak <= 900_000
 
 
-def test_sizes_of_rungs() -> None:
+def test_sizes_of_notches() -> None:
     ladder = Ladder()
     ladder.see((torch.zeros(4, 20), 3))
     assert ladder.above((torch.zeros(4, 20), 3)) is None  # nothing is known to change

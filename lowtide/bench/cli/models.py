@@ -13,7 +13,7 @@ import typer
 
 from lowtide.bench.cli.verbs import Markdown, Part, Row, elsewhere, finish
 from lowtide.bench.models import trial
-from lowtide.bench.models.families import FAMILIES
+from lowtide.bench.models.others import FAMILIES
 from lowtide.cli.profile import Json
 from lowtide.cli.talk import answering, counting, working
 from lowtide.errors import UsageError
