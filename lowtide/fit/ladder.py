@@ -1,7 +1,7 @@
 """Sizes that are planned ahead, so that batches of ever other lengths need few searches.
 
-A batch that is longer than all before is planned at a *notch* above it, with room for those that come; shorter ones take
-the sequence of the next larger notch. Which sizes change is seen from the batches; nothing is ever padded.
+A batch that is longer than all before is planned at a *notch* above it, with room for those that come; shorter ones
+take the sequence of the next larger notch. Which sizes change is seen from the batches; nothing is ever padded.
 """
 
 from __future__ import annotations
