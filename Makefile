@@ -39,7 +39,7 @@ test-all: .venv/ready lint  ## Run all tests, the long ones and the sanitizers t
 
 browser:  ## Install the browser in which the pages are tested, where there is none (Debian, as root)
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
-		{ apt-get update -qq && apt-get install -qq -y chromium >/dev/null; } || \
+		{ timeout 300 sh -c 'apt-get update -qq && apt-get install -qq -y chromium >/dev/null'; } || \
 		echo "no browser could be installed: the tests of the pages will be skipped" >&2
 
 QUICK := $(patsubst %,tests/pure/test_%.py,house simulate native tape loops) tests/cpu/test_private.py \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ ROUNDING = ("chunks", "chunked-loss", "split", "microbatch")  # what the tier "r
 # What the tier "lossy" allows besides, in the order in which it is taken: each only where no plan without it fits.
 LOSSY_ORDER = ("input8", "activations16", "weights16", "state8", "activations8", "batch-statistics", "sparse")
 FORMS = frozenset({"sparse", "weights16", "state8"})  # of these, what changes how the caller's tensors are stored
+PART = re.compile(r"_part\d+$")
 BY_NAME = ("activations4",)  # lossy ones that no tier allows
 TIERS: tuple[Exactness, ...] = ("rounding", "lossy")
 
@@ -67,6 +69,16 @@ class Change:
         )
         said = ", ".join(f"{count:,} {one if count == 1 else more}" for count, one, more in parts if count)
         return f"{self.rewrite} ({self.rewrite.exactness}): {said or 'ops changed in their places'}"
+
+
+def name_part(name: str, number: int) -> str:
+    """The name of an op as it is written for one part of the examples."""
+    return f"{name}_part{number}"
+
+
+def is_for_a_part(name: str) -> bool:
+    """Whether an op of this name is written once for each part."""
+    return PART.search(name) is not None
 
 
 def exactness(rewrites: Iterable[Rewrite]) -> Exactness:

@@ -27,13 +27,14 @@ from lowtide.cli.profile import (
     optimizer_name,
     resized_target,
 )
-from lowtide.cli.talk import Spoken, answering, show, show_json, show_text, talk, working
+from lowtide.cli.talk import answering, show, show_json, show_text, spoken, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.plan import BEST, CLASSICS, METHODS, OFFLOAD, TIME_LIMIT
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
+from lowtide.progress import Spoken
 from lowtide.rewrite import EXACT, apply, with_narrow
 from lowtide.rewrites import LOSSY_ORDER, ROUNDING, read_allow
 from lowtide.simulate import simulate
@@ -285,10 +286,10 @@ def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
     """Show how long the search has taken, the least overhead so far, and the bound."""
     console = talk()
     columns = (TextColumn("planning"), _Clock(limit), TimeElapsedColumn(), TextColumn("{task.description}"))
-    spoken = nullcontext() if console.is_terminal else Spoken("planning")
+    lines = nullcontext() if console.is_terminal else spoken("planning")
     with (
         redirect_stdout(sys.stderr),
-        spoken,
+        lines,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=None)
@@ -296,7 +297,7 @@ def searching(limit: float) -> Iterator[Callable[[float, float], None]]:
         def progress(overhead: float, bound: float) -> None:
             best, least = report.show_overhead(overhead), report.show_overhead(bound)
             bar.update(task, description=f"best overhead {best}, bound {least}")
-            if isinstance(spoken, Spoken):
-                spoken.news = f"best overhead {best}, bound {least}"
+            if isinstance(lines, Spoken):
+                lines.news = f"best overhead {best}, bound {least}"
 
         yield progress

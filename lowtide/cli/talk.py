@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from threading import Event, Thread
 from time import monotonic
 from typing import Any, ParamSpec
 
@@ -17,11 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lowtide.errors import LowtideError
+from lowtide.progress import Spoken
 
 Arguments = ParamSpec("Arguments")
 PATIENCE = 0.7  # seconds of silence before a progress bar appears
-SILENCE = 2.0  # seconds of work after which there is a line about it where nobody can see a bar: in a pipe or a file
-APART = 10.0  # seconds between such lines
 
 
 def talk() -> Console:
@@ -73,45 +71,16 @@ def _tell(word: str, message: str, style: str) -> None:
     console.print(message, markup=False, soft_wrap=True)
 
 
-class Spoken:
-    """Progress in plain lines, for pipes and files: the first once the work has taken a while, then now and then."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.news = what, ""
-        self._said: str | None = None
-        self._begun = monotonic()
-        self._over = Event()
-        self._thread = Thread(target=self._speak, daemon=True)
-
-    def __enter__(self) -> Spoken:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        if self._said is not None:
-            self._say(f"{self.what}: {monotonic() - self._begun:.1f} s")
-
-    def _speak(self) -> None:
-        pause = SILENCE
-        while not self._over.wait(pause):
-            pause = APART
-            line = f"{self.what}: {self.news}" if self.news else f"{self.what}..."
-            if line != self._said:
-                self._said = line
-                self._say(line)
-
-    @staticmethod
-    def _say(line: str) -> None:
-        talk().print(line, markup=False, soft_wrap=True)
+def spoken(what: str) -> Spoken:
+    """Progress in plain lines, for pipes and files."""
+    return Spoken(what, lambda line: talk().print(line, markup=False, soft_wrap=True))
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Say what takes long; what other code prints meanwhile is talk, too."""
     console = talk()
-    shown = console.status(f"{what}...") if console.is_terminal else Spoken(what)
+    shown = console.status(f"{what}...") if console.is_terminal else spoken(what)
     with redirect_stdout(sys.stderr), shown:
         yield
 
@@ -122,8 +91,8 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
     console = talk()
     with redirect_stdout(sys.stderr):
         if not console.is_terminal:
-            with Spoken(what) as spoken:
-                yield lambda message: setattr(spoken, "news", message)
+            with spoken(what) as lines:
+                yield lambda message: setattr(lines, "news", message)
             return
         with console.status(what) as status:
             yield lambda message: status.update(escape(message))
@@ -136,17 +105,17 @@ def counting(what: str, *, patience: float = PATIENCE) -> Iterator[Callable[[int
     bar = Progress(*columns, console=talk(), transient=True)
     task = bar.add_task(what, total=None)
     started = monotonic()
-    spoken = nullcontext() if bar.console.is_terminal else Spoken(what)
+    lines = nullcontext() if bar.console.is_terminal else spoken(what)
 
     def progress(done: int, total: int) -> None:
         if not bar.live.is_started and bar.console.is_terminal and monotonic() - started > patience:
             bar.start()
         bar.update(task, completed=done, total=total)
-        if isinstance(spoken, Spoken):
-            spoken.news = f"{done} of {total}"
+        if isinstance(lines, Spoken):
+            lines.news = f"{done} of {total}"
 
     try:
-        with redirect_stdout(sys.stderr), spoken:
+        with redirect_stdout(sys.stderr), lines:
             yield progress
     finally:
         if bar.live.is_started:

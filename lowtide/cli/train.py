@@ -114,7 +114,7 @@ def train(
         return
     own = budget is not None or plan is not None
     rows = [*_rows(session, step, asked=own), *([] if save is None else [("checkpoint", f"step {steps}", str(save))])]
-    show(Table("lrs", rows, (), ("", "bold", "")))
+    show(Table("lrw", rows, (), ("", "bold", "")))
     for note in session.notes:
         talk().print(f"note: {note}", markup=False, soft_wrap=True)
 

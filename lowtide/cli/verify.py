@@ -86,7 +86,7 @@ def verify(
         ("metered peak", peak, "of the program; eager ran beside it"),
         ("runs", f"{runs:,}", f"of {len(fitted.captured.graph.ordinary):,} ops"),
     ]
-    show(Table("lrs", rows, (), ("", "bold", "")))
+    show(Table("lrw", rows, (), ("", "bold", "")))
 
 
 def _fitted(built: Built, budget: str, places: Offload, time_limit: float) -> Fitted:

@@ -266,7 +266,8 @@ def fit(
       on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
     - `time_limit`: seconds of planning at most; a step that takes little time is planned in less.
-    - `tell`: is told, in one line each, what happens before the first step and when another batch is planned.
+    - `tell`: is told, in one line each, what happens before the first step and when another batch is planned. Without
+      one, what takes longer than two seconds is said on stderr.
     - `costs`: "roofline" estimates the ops instead of measuring them: quicker to fit, but what they hold inside is
       unknown, and the budget may be missed.
     - `offload`: "disk" lets values wait in a file where that is quicker than to make them again; and where the budget

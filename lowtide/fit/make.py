@@ -98,7 +98,8 @@ class Maker:
         """The step for batches like this one; from a similar one, where one is known: the latest are first."""
         begun, searches = time.monotonic(), self._ladder.searches
         self._ladder.see(batch)
-        made = self._make(batch, numbers, known)
+        with self._request.aloud:
+            made = self._make(batch, numbers, known)
         self.makings.append(Making(time.monotonic() - begun, self._ladder.searches - searches))
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -14,6 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.graph import Place
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan
+from lowtide.progress import Spoken
 from lowtide.rewrites import Allowed, read_allow
 
 Tell = Callable[[str], None]
@@ -39,7 +41,7 @@ class Request:
     allow: str | Iterable[str] | None = None  # what may change the bits: a tier or names; None: nothing
     rounding: bool = False  # short for the tier "rounding"
     beside: int = 0  # bytes that the caller holds within a budget of bytes: an optimizer's state
-    tell: Tell | None = None  # is told, a line each, what happens before steps
+    tell: Tell | None = None  # is told, a line each, what happens before steps; None: stderr, of what takes long
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.plan is not None:
@@ -62,7 +64,14 @@ class Request:
         """Where values, state and parameters may go."""
         return Offload(self.offload, self.offload_budget, self.offload_dir)
 
+    @cached_property
+    def aloud(self) -> AbstractContextManager[object]:
+        """In which it is said on stderr what takes longer than two seconds, where nobody asked to be told."""
+        return Spoken("lowtide: fitting the step") if self.tell is None else nullcontext()
+
     def say(self, line: str) -> None:
         """Tell whoever wants to know."""
         if self.tell is not None:
             self.tell(line)
+        elif isinstance(self.aloud, Spoken):
+            self.aloud.news = line

@@ -61,5 +61,5 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
     if measured.shapes > 1:
         rows.append(("shapes", str(measured.shapes), "of batches, each with a plan of its own"))
     text = StringIO()
-    Console(file=text, width=120, color_system=None).print(Table("lrs", rows))
+    Console(file=text, width=120, color_system=None).print(Table("lrw", rows))
     return text.getvalue().rstrip()

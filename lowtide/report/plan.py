@@ -294,7 +294,7 @@ def _promise(summary: Summary, asked: str) -> Table:
         text = f"{_many(sum(item.count for item in narrow), 'value')} in place of {wide}"
         taking = f", for {show_seconds(summary.packing_seconds)}" if summary.packing_seconds > 0 else ""
         rows.append(("kept narrow", show_bytes(sum(item.nbytes for item in narrow)), text + taking))
-    return Table("lrs", rows, (), ("", "bold", ""), 2)
+    return Table("lrw", rows, (), ("", "bold", ""), 2)
 
 
 def _arena(summary: Summary) -> list[tuple[str, str, str]]:

@@ -97,7 +97,7 @@ def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableTyp
         rows.append(("eager, metered", peaks.eager, _against(peaks.eager, peaks.eager_predicted)))
     if peaks.interpreter is not None:
         rows.append(("not counted", peaks.interpreter, "Python and torch themselves"))
-    yield Table("lrs", [(name, show_bytes(nbytes), text) for name, nbytes, text in rows], (), ("", "bold", ""), 2)
+    yield Table("lrw", [(name, show_bytes(nbytes), text) for name, nbytes, text in rows], (), ("", "bold", ""), 2)
     peak_op = profile.peak_op
     module = f" of {peak_op.module}" if peak_op.module else ""
     source = f", {peak_op.source}" if peak_op.source else ""

@@ -1,21 +1,24 @@
-"""Tables without lines that never cut a number: only the columns that may shrink do, in the middle of their text."""
+"""Tables without lines that never cut a number: columns of names shrink in the middle, columns of words wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 GAP = 2  # characters between columns
+NARROWEST = {"s": 8, "w": 24}  # characters that a column keeps, however little room there is
 
 
 @dataclass(frozen=True)
 class Table:
     """Rows of text; `Console.print` shows them, `markdown` writes them for a README."""
 
-    justify: str  # a letter for each column: l, r, or s for a left one that shrinks where there is no room
+    justify: str  # a letter for each column: l, r; left ones where there is no room for all: s shrinks, w wraps
     rows: Sequence[Sequence[str]]
     titles: Sequence[str] = ()
     styles: Sequence[str] = ()  # for each column
@@ -26,7 +29,8 @@ class Table:
         if self.titles:
             yield self._line(self.titles, widths, ["dim"] * len(widths))
         for row in self.rows:
-            yield self._line(row, widths, self.styles)
+            for line in self._wrapped(row, widths):
+                yield self._line(line, widths, self.styles)
 
     def markdown(self) -> str:
         """The table as a README has it."""
@@ -35,17 +39,25 @@ class Table:
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
     def _widths(self, room: int) -> list[int]:
-        """The width of each column: the widest one that may shrink does, until all fit or it is short."""
+        """The width of each column: the widest one that may give way does, until all fit or it is short."""
         cells = [*([self.titles] if self.titles else []), *self.rows]
         widths = [max((len(row[place]) for row in cells), default=0) for place in range(len(self.justify))]
-        shrinking = [place for place, letter in enumerate(self.justify) if letter == "s"]
+        yielding = [place for place, letter in enumerate(self.justify) if letter in NARROWEST]
         room -= self.indent + GAP * (len(widths) - 1)
-        while shrinking and sum(widths) > room:
-            widest = max(shrinking, key=widths.__getitem__)
-            if widths[widest] <= 8:
+        while sum(widths) > room:
+            wide = [place for place in yielding if widths[place] > NARROWEST[self.justify[place]]]
+            if not wide:
                 break
-            widths[widest] -= 1
+            widths[max(wide, key=widths.__getitem__)] -= 1
         return widths
+
+    def _wrapped(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
+        """The lines of a row: one, or more where words wrap."""
+        cells = [
+            wrap(cell, width) or [""] if letter == "w" else [cell]
+            for cell, width, letter in zip(row, widths, self.justify, strict=True)
+        ]
+        return zip_longest(*cells, fillvalue="")
 
     def _line(self, row: Sequence[str], widths: Sequence[int], styles: Sequence[str]) -> Text:
         line = Text(" " * self.indent, no_wrap=True, overflow="ignore")

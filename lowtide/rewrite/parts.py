@@ -16,6 +16,7 @@ from lowtide.kernels.probe import Grows, Link, Operand, at
 from lowtide.rewrite.axis import Axis, Coupled
 from lowtide.rewrite.editor import Editor
 from lowtide.rewrite.region import Region
+from lowtide.rewrites import name_part
 
 Span = tuple[int, int]  # from one example up to another
 
@@ -114,7 +115,7 @@ class _Writer:
             given = (*given[: (place := LABELLED[item.target][2])], SUM, *given[place + 1 :])
         updates = tuple((self.updated(new, old, span), self.parts[old]) for new, old in item.updates)
         call = replace(
-            item, name=f"{item.name}_part{self.number}", args=given, kwargs=named, outputs=outputs, updates=updates
+            item, name=name_part(item.name, self.number), args=given, kwargs=named, outputs=outputs, updates=updates
         )
         self.put(op, call)
         self.parts |= {

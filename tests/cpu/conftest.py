@@ -39,7 +39,7 @@ def libraries() -> None:
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine commands say in lines what takes long; tests that look at what is said are not about that."""
-    monkeypatch.setattr("lowtide.cli.talk.SILENCE", 1e6)
+    monkeypatch.setattr("lowtide.progress.SILENCE", 1e6)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from torch.cuda import _memory_viz as viewer
 from typer.testing import CliRunner
 
 import lowtide
-from lowtide import doctor, report
+from lowtide import choice, doctor, progress, report
 from lowtide.cli import app, talk
 from lowtide.errors import FileError
-from lowtide.models import SMALL
+from lowtide.models import SMALL, build
 from lowtide.page import Looks
 from lowtide.page.advice import Situation, advise
 from lowtide.plan import plan
@@ -167,13 +168,23 @@ def test_a_child_that_dies_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one["means"] for one in data["findings"] if one["verdict"] != "good")
 
 
+def test_what_is_made_in_parts_is_split_on_the_page() -> None:
+    target = "gpt:layers=1,width=32,context=32,vocabulary=512,batch=4,dropout=0"
+    arguments = ("report", target, *ROOFLINE, "--points", "0", "--no-advice", "--json", "--budget")
+    whole = json.loads(run(*arguments, "60%").stdout)["fates"]
+    in_parts = json.loads(run(*arguments, "25%", "--allow", "rounding").stdout)["fates"]
+    logits = 4 * 32 * 512 * 4  # bytes: positions, words of the vocabulary, a float
+    assert not any(one["categories"].get("split") for one in whole)
+    assert sum(one["bytes"] for one in whole) > logits
+    assert sum(one["categories"].get("split", 0) for one in in_parts) >= logits
+
+
 def test_what_takes_long_is_said_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "SILENCE", 0.05)
-    monkeypatch.setattr(talk, "APART", 0.05)
+    _be_talkative(monkeypatch)
     heard = io.StringIO()
     monkeypatch.setattr(sys, "stderr", heard)
-    with talk.counting("measuring ops") as progress:
-        progress(3, 12)
+    with talk.counting("measuring ops") as counted:
+        counted(3, 12)
         _until(heard, "measuring ops: 3 of 12\n")
     with talk.working("capturing"):
         _until(heard, "capturing...\n")
@@ -183,11 +194,38 @@ def test_what_takes_long_is_said_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> N
     assert heard.getvalue().count(" s\n") == 3  # what each took, at its end
 
 
+def test_a_fit_that_takes_long_says_so_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    _be_talkative(monkeypatch)
+    heard, told = io.StringIO(), list[str]()
+    monkeypatch.setattr(sys, "stderr", heard)
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        if not told:
+            _until(heard, "lowtide: fitting the step: captured ")
+        return choice.choose(*args, **kwargs)
+
+    monkeypatch.setattr(sys.modules["lowtide.fit.make"], "choose", slowly)
+    step, model, optimizer, example = build(MLP)
+    for tell in (None, told.append):
+        lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, tell=tell)
+        if tell is None:
+            assert re.search(r"lowtide: fitting the step: \d+\.\d s\n\Z", heard.getvalue())
+            heard.truncate(0)
+            told.append("asked to be told")
+    assert not heard.getvalue()
+    assert any(line.startswith("captured ") for line in told)
+
+
+def _be_talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    monkeypatch.setattr(progress, "APART", 0.05)
+
+
 def _until(heard: io.StringIO, line: str) -> None:
     for _ in range(2000):
         if line in heard.getvalue():
             return
-        talk.Event().wait(0.01)
+        progress.Event().wait(0.01)
     pytest.fail(f"{line!r} was not said: {heard.getvalue()!r}")
 
 

@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine commands say in lines what takes long; that is no part of what is compared."""
-    monkeypatch.setattr("lowtide.cli.talk.SILENCE", 1e6)
+    monkeypatch.setattr("lowtide.progress.SILENCE", 1e6)
 
 
 @pytest.fixture

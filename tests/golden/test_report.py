@@ -132,6 +132,18 @@ def test_only_the_columns_that_may_shrink_are_cut() -> None:
     assert shorten("abcdefg", 5) == "ab…fg"
 
 
+def test_words_wrap_and_are_never_cut() -> None:
+    rows = [("peak", "65.07 MiB", "13.07 MiB persists + 52.00 MiB is the step's own"), ("gap", "0.00", "")]
+    console = Console(width=46, file=io.StringIO())
+    console.print(Table("lrw", rows))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "peak  65.07 MiB  13.07 MiB persists + 52.00",
+        "                 MiB is the step's own",
+        "gap        0.00",
+    ]
+
+
 def small_graph() -> Graph:
     values = (
         Value("layer.weight", 100, "parameter", 0, shape=(25,)),

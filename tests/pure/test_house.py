@@ -27,7 +27,18 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "aten",
     "game",
 }
-INSTRUMENTS = {"allocator", "device", "ending", "kernels", "native", "packed", "private", "recompute", "watch"}
+INSTRUMENTS = {
+    "allocator",
+    "device",
+    "ending",
+    "kernels",
+    "native",
+    "packed",
+    "private",
+    "progress",
+    "recompute",
+    "watch",
+}
 VERBS = {"capture", "rewrite", "measure", "plan", "execute", "report"}
 MODELS = {"models"}
 DATA = {"data"}
@@ -61,7 +72,7 @@ PLAIN = {
     "errors",
     "files",
 }  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"ending", "native", "plan", "report"}
+WITHOUT_TORCH = NOUNS | {"ending", "native", "plan", "progress", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),

@@ -13,15 +13,19 @@ from lowtide.program import Copy, Program, Run
 from lowtide.report.modules import Branch, Weight, fold
 from lowtide.report.page.track import Track
 from lowtide.report.profile import TOP
+from lowtide.rewrites import is_for_a_part
 
-KEPT, NARROW, AGAIN, AWAY, GONE = "kept", "kept narrow", "recomputed", "offloaded", "not needed"
-FATES = (KEPT, NARROW, AGAIN, AWAY, GONE)
+KEPT, NARROW, AGAIN, AWAY, SPLIT, GONE = "kept", "kept narrow", "recomputed", "offloaded", "split", "not needed"
+FATES = (KEPT, NARROW, AGAIN, AWAY, SPLIT, GONE)
 FIRST, WAITING = ("forward", "backward", "update"), "waiting for copies"
 NANOSECONDS = 1e9  # in a second: modules are folded by whole numbers
 
 
 def fates(graph: Graph, costs: Costs, program: Program) -> dict[int, str]:
-    """For each value that the forward makes and a later phase reads, how a program comes to have it then."""
+    """For each value that the forward makes and a later phase reads, how a program comes to have it then.
+
+    What is made in parts is split, unless a part of it is made again or waits elsewhere: it never exists as a whole.
+    """
     runs = [(number, item.op) for number, item in enumerate(program.instructions) if isinstance(item, Run)]
     place = graph.forward_ends(op for _, op in runs)
     present: set[int] = set()
@@ -31,9 +35,13 @@ def fates(graph: Graph, costs: Costs, program: Program) -> dict[int, str]:
     narrow = {row.value for row in graph.alternatives if row.store >= 0 and row.keeper in present}
     away = {item.value for item in program.instructions if isinstance(item, Copy) and item.to != "device"}
     later = {value for _, op in runs[place:] for value in graph.makes[op]}
+    runs_again = {item.op for item in program.instructions if isinstance(item, Run) and item.again}
 
     def fate(value: int) -> str:
-        ways = ((value in away, AWAY), (value in present, KEPT), (value in narrow, NARROW), (value in later, AGAIN))
+        ways = [(value in away, AWAY), (value in present, KEPT), (value in narrow, NARROW), (value in later, AGAIN)]
+        maker = graph.maker[value]
+        if is_for_a_part(graph.ops[maker].name):
+            ways[1:] = [(maker in runs_again, AGAIN), (True, SPLIT)]
         return next((name for true, name in ways if true), GONE)
 
     return {value: fate(value) for value in _needed(graph)}

@@ -100,7 +100,7 @@ const STACK = [  // from the bottom of a curve to its top: what persists first
   "parameters", "optimizer state", "buffers", "batch", "constants", "scalars", "storages kept empty", "gradients",
   "activations", "activation gradients", "temporaries inside ops", "saved generator states",
 ];
-const FATE = { "kept": "--kept", "kept narrow": "--narrow", "recomputed": "--again", "offloaded": "--away", "not needed": "--gone" };
+const FATE = { "kept": "--kept", "kept narrow": "--narrow", "recomputed": "--again", "offloaded": "--away", "split": "--split", "not needed": "--gone" };
 const SPENT = { "forward": "--forward", "backward": "--backward", "update": "--update", "recomputed": "--again", "waiting for copies": "--waiting" };
 
 function swatch(variable) {
