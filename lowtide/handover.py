@@ -231,7 +231,12 @@ class Whole:
         self.ends = Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
-            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], used, steps)
+            theirs = {
+                private.storage_key(one)
+                for one in (*sources, *model.parameters(), *model.buffers(), *given_to(args, kwargs))
+            }
+            held = [one for one in (*roots, *others) if private.storage_key(one) not in theirs]
+            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], held, used, steps)
         gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
         return roots, others, gradients, given
 
@@ -321,9 +326,13 @@ def _strides(habit: Habit, output: Tensor) -> tuple[int, ...] | None:
 
 def sources_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """All that gets a gradient: parameters, each once, and arguments."""
+    return [tensor for tensor in (*model.parameters(), *given_to(args, kwargs)) if tensor.requires_grad]
+
+
+def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among arguments."""
     leaves, _ = tree.flatten((args, kwargs))
-    given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return [tensor for tensor in (*model.parameters(), *given) if tensor.requires_grad]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:
