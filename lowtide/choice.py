@@ -286,7 +286,7 @@ def _what_helps(graph: Graph, leave: Leave, budget: int | None) -> tuple[str, ..
     if budget is None:
         return ()
     until = time.monotonic() + HINT_SECONDS
-    all_ = Leave(Allowed("lossy"), leave.resized)
+    all_ = Leave(Allowed("lossy"), leave.resized, without=leave.without)
     known = (*ROUNDING, *LOSSY_ORDER)
     allowed = tuple(rungs[-1] for name in known if (rungs := leave.rungs(graph, name)))
 

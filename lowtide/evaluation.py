@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ class Evaluation:
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int | None) -> Fitted | None:
         """What runs this call within the budget; None: eager does."""
-        if budget is None or self._hopeless or torch.is_inference_mode_enabled():
+        if budget is None or self._hopeless:
             return None
         autocast, batch = Autocast.now(), Batch.of((args, kwargs))
         key: Key = (autocast, self._request.model.training, budget, *batch.key)
@@ -49,7 +49,8 @@ class Evaluation:
         step = _Forward(self._forward, autocast)
         with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
             try:
-                self._known[key] = self._decide(step, (args, kwargs), size, budget)
+                with without_inference_mode():
+                    self._known[key] = self._decide(step, (args, kwargs), size, budget)
             except CaptureError as error:
                 self._hopeless = True
                 warnings.warn(
@@ -62,7 +63,10 @@ class Evaluation:
 
     def run(self, fitted: Fitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward by its plan."""
-        with torch.autocast("cpu", enabled=False) if Autocast.now() is not None else contextlib.nullcontext():
+        with (
+            without_inference_mode(),
+            torch.autocast("cpu", enabled=False) if Autocast.now() is not None else contextlib.nullcontext(),
+        ):
             return fitted(args, kwargs)
 
     def _surely(self, size: int, budget: int) -> bool:
@@ -82,6 +86,16 @@ class Evaluation:
             return None
         self._request.say(f"eager's forward would hold {peak:,} bytes: it is planned")
         return Fitted(replace(self._request, step=step, budget=budget, beside=0, plan=None), batch)
+
+
+@contextlib.contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """A context without gradients in which tensors are ordinary ones, as programs make them."""
+    with (
+        torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext(),
+        torch.no_grad(),
+    ):
+        yield
 
 
 class _Forward:

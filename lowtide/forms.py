@@ -7,7 +7,6 @@ floats of the parts, and another one the parts of the floats where the step chan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from lowtide.graph import OPAQUE, Graph, Input
 
@@ -65,7 +64,6 @@ def layout_of(graph: Graph, whole: Whole) -> Layout:
     )
 
 
-@cache
 def wholes(graph: Graph) -> tuple[Whole, ...]:
     """The inputs that are there in parts."""
     found: dict[tuple[str, Path], Whole] = {}

@@ -9,7 +9,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -222,9 +222,7 @@ class Whole:
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
         sources = sources_of(model, args, kwargs)
         handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
-        habits: list[Habit] = ["alike" for _ in roots]
-        if len(self._habits) == len(roots):
-            habits = list(self._habits)
+        habits = list(self._habits) if len(self._habits) == len(roots) else _first_habits(result, roots)
         strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
         used = [place for place, one in enumerate(strides) if one is not None]
         shared = _shared([roots[place] for place in used], sources)
@@ -233,7 +231,12 @@ class Whole:
         self.ends = Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
-            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], used, steps)
+            theirs = {
+                private.storage_key(one)
+                for one in (*sources, *model.parameters(), *model.buffers(), *given_to(args, kwargs))
+            }
+            held = [one for one in (*roots, *others) if private.storage_key(one) not in theirs]
+            given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], held, used, steps)
         gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
         return roots, others, gradients, given
 
@@ -264,6 +267,13 @@ class _Handover(torch.autograd.Function):
         for place in ctx.half.captured.step.ends.shared:
             ctx.loop.alone(*ctx.next_functions[place], gradients[place])
         return None, None, None, *gradients
+
+
+def _first_habits(result: Any, roots: Sequence[Tensor]) -> list[Habit]:
+    """How gradients come back as long as nobody knows: of a result with a loss, of the loss alone."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    named = isinstance(loss, Tensor) and loss.dim() == 0 and any(root is loss for root in roots)
+    return ["alike" if not named or root is loss else None for root in roots]
 
 
 def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
@@ -316,9 +326,13 @@ def _strides(habit: Habit, output: Tensor) -> tuple[int, ...] | None:
 
 def sources_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """All that gets a gradient: parameters, each once, and arguments."""
+    return [tensor for tensor in (*model.parameters(), *given_to(args, kwargs)) if tensor.requires_grad]
+
+
+def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among arguments."""
     leaves, _ = tree.flatten((args, kwargs))
-    given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return [tensor for tensor in (*model.parameters(), *given) if tensor.requires_grad]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:

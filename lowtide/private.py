@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import random
 import re
 import sys
@@ -301,6 +302,12 @@ def cached_arguments(function: Any, key: Any) -> tuple[tuple[Any, ...], dict[str
     if function.cache_parameters()["typed"]:  # behind it the classes of all: of the unnamed ones, then of the others
         named = named[: (len(named) - place) * 2 // 3]
     return key[:place], dict(zip(named[0::2], named[1::2], strict=True))
+
+
+def environment() -> dict[Any, Any]:
+    """The dict behind os.environ, with names and contents as the system has them."""
+    found: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    return found
 
 
 def logged() -> Callable[..., Any]:

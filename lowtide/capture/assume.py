@@ -8,6 +8,7 @@ import collections
 import ctypes
 import enum
 import mmap
+import os
 import sys
 import weakref
 from types import FunctionType, ModuleType
@@ -16,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide import private
 from lowtide.capture.caches import Cache
 from lowtide.capture.follow import Follower, is_user_file
 from lowtide.capture.lines import Use
@@ -80,11 +82,14 @@ class Assumptions:
             self._wait(module, imported)
         for (imported, attribute), module in self.follower.borrowed.items():
             self._entry(module.__dict__, attribute, module.__dict__[attribute], f"{imported}.{attribute}")
+        for key, value in self.follower.environment.items():
+            name = f"os.environ[{os.fsdecode(key)!r}]"
+            self.entries.append(Entry(Place(private.environment(), key, name), value))
         for found in self.follower.globals.values():
             self._global(found.home, found.name, found.value, found.source, frozenset(found.uses), found.attributes)
         while self._waiting:
             value, name, uses = self._waiting.popleft()
-            if id(value) not in self._done and not isinstance(value, ATOMS):
+            if id(value) not in self._done and not isinstance(value, ATOMS) and value is not os.environ:
                 self._done.add(id(value))
                 self._look(value, name, uses)
         return Guards(

@@ -33,10 +33,15 @@ class Cache:
         """What the step assumes of it, if it calls it: what was known, and what was not."""
         if _calls(self.function) != self.calls:
             for key in {**self.before, **self.kept}:
+                if self._tensors(key):
+                    continue  # another tensor is another key, and nobody finds this one again
                 yield Entry(Place(self.kept, key, f"what {self.name} keeps"), self.before.get(key, MISSING))
 
-    def added(self) -> Iterator[tuple[Callable[[Any], None], Any]]:
-        """What it answered for the first time, and what lets it know that again; refused where nothing can."""
+    def added(self, given: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Callable[[Any], None], Any]]:
+        """What it answered for the first time, and what lets it know that again; refused where nothing can.
+
+        What it made of a tensor that is not given to the step, but made by it, nobody asks for again.
+        """
         _, answers = private.cached_answers(self.function)
         if self._lost(answers):
             raise CaptureError(
@@ -46,9 +51,12 @@ class Cache:
         for key, answer in answers.items():
             if key in self.before:
                 continue
+            tensors = self._tensors(key)
+            if any(map(given, tensors)):
+                self._refuse("takes tensors that the step is given")
+            if tensors:
+                continue
             args, kwargs = private.cached_arguments(self.function, key)
-            if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
-                self._refuse("takes tensors")
             if not isinstance(self.function.__wrapped__, FunctionType):
                 self._refuse("is no function of Python's own")
             if isinstance(answer, torch.Tensor) and answer.requires_grad:
@@ -65,7 +73,14 @@ class Cache:
             del kept[key]
 
     def _lost(self, answers: dict[Any, Any]) -> bool:
-        return any(answers.get(key, MISSING) is not answer for key, answer in self.answers.items())
+        return any(
+            answers.get(key, MISSING) is not answer and not self._tensors(key) for key, answer in self.answers.items()
+        )
+
+    def _tensors(self, key: Any) -> list[torch.Tensor]:
+        """The tensors among the arguments of an answer."""
+        args, kwargs = private.cached_arguments(self.function, key)
+        return [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
 
     def _refuse(self, why: str) -> NoReturn:
         raise CaptureError(

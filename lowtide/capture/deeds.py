@@ -72,8 +72,11 @@ class Deeds:
             del torch.SymFloat.__format__
             private.log_by(logged)
 
-    def done(self, registries: set[int], guards: Guards) -> Done:
-        """All effects; `registries` are mappings of parameters and buffers, which have their own place in a graph."""
+    def done(self, registries: set[int], guards: Guards, given: Callable[[Any], bool]) -> Done:
+        """All effects; `registries` are mappings of parameters and buffers, which have their own place in a graph.
+
+        `given` says whether a tensor comes from outside of the step.
+        """
         read = {(id(entry.place.holder), entry.place.key): entry.value for entry in guards.entries}
         effects: list[Effect] = []
         values: list[Any] = []
@@ -89,7 +92,7 @@ class Deeds:
             effects.append(effect)
             values.append(value)
         for cache in self.world.caches.values():
-            for remember, answer in cache.added():
+            for remember, answer in cache.added(given):
                 effects.append(Effect("call", Place(remember, None, f"what {cache.name} keeps")))
                 values.append(((answer,), {}))
                 self._refuse_objects(answer, effects[-1].place.name, "")

@@ -26,8 +26,9 @@ from typing import Any
 import numpy
 import torch
 
+from lowtide import private
 from lowtide.capture import lines
-from lowtide.capture.impure import ENVIRONMENT, Calls, kept_away, refuse_impure, refuse_unseeded
+from lowtide.capture.impure import Calls, environment_followed, kept_away, refuse_impure, refuse_unseeded
 from lowtide.capture.lines import Load, Use
 from lowtide.capture.origin import user_line
 from lowtide.capture.world import World, is_cached, library
@@ -86,9 +87,8 @@ class Follower:
         self.asked: set[str] = set()  # attributes that any code may have loaded
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.imported: dict[str, ModuleType] = {}  # by lines of the step
-        self.borrowed: dict[
-            tuple[str, str], ModuleType
-        ] = {}  # data of libraries' modules that lines of the step import
+        self.borrowed: dict[tuple[str, str], ModuleType] = {}  # data in modules of libraries that such lines import
+        self.environment: dict[Any, Any] = {}  # variables that were read, as the dict of os.environ has them
         self.refusals: list[CaptureError] = []  # of lines that did what can't be repeated; their code might catch them
         self.calls = Calls(is_user_file, self.refusals.append)
         self.codes: set[CodeType] = set()
@@ -113,7 +113,12 @@ class Follower:
         builtins.getattr = noted
         sys.settrace(self._call)
         try:
-            with kept_away(self.calls), _contents_kept(self.refusals.append), self.calls.watched():
+            with (
+                kept_away(self.calls),
+                environment_followed(is_user_file, self._read_variable, self.refusals.append),
+                _contents_kept(self.refusals.append),
+                self.calls.watched(),
+            ):
                 yield
         finally:
             sys.settrace(before)
@@ -135,8 +140,6 @@ class Follower:
             return self._line
         if code is _SEED and _from_user(frame.f_back):
             self._refuse(refuse_unseeded, frame.f_locals.get("a"), user_line(frame))
-        if code in ENVIRONMENT:
-            self.calls.refuse(frame, "looks at os.environ, which is outside of the step")
         if code is _IMPORT and frame.f_back is not None and is_user_file(frame.f_back.f_code.co_filename):
             self._import(frame.f_back, frame.f_locals["name"], (), user_line(frame))
         if code not in self.codes:
@@ -211,6 +214,9 @@ class Follower:
             self.refusals.append(error)
             raise
 
+    def _read_variable(self, key: Any) -> None:
+        self.environment.setdefault(key, private.environment().get(key, MISSING))
+
     def _import(self, frame: FrameType, name: str, then: tuple[str, ...], source: str) -> None:
         """A module that a line imports, and what it takes of it at once."""
         module = sys.modules.get(name)
@@ -275,6 +281,8 @@ def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
 
 def _of_library(value: Any) -> bool:
     """Whether an object is a part of a library, which users do not change."""
+    if value is os.environ:
+        return True  # each variable that is read is noted
     if isinstance(value, ModuleType):
         return library(value.__name__)
     if isinstance(value, functools.partial) or is_cached(value):

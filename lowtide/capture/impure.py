@@ -18,7 +18,7 @@ import uuid
 from _posixsubprocess import fork_exec
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FrameType, ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -35,7 +35,6 @@ OUTSIDE = {
     open: "open",
     input: "input",
     os.urandom: "os.urandom",
-    os.getenv: "os.getenv",
     os.system: "os.system",
     uuid.uuid1: "uuid.uuid1",
     uuid.uuid4: "uuid.uuid4",
@@ -90,11 +89,7 @@ THROUGH = (
     *(os.path.join(os.path.dirname(torch.__file__), name) for name in ("serialization.py", "random.py")),
     os.path.dirname(numpy.__file__) + os.sep,
 )
-ENVIRONMENT = frozenset(
-    function.__code__
-    for name, function in vars(type(os.environ)).items()
-    if isinstance(function, FunctionType) and name not in ("__init__", "__repr__")
-)
+ENVIRONMENT: Any = type(os.environ)
 
 THREADS: tuple[tuple[type, str], ...] = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 
@@ -170,6 +165,50 @@ def kept_away(calls: Calls) -> Iterator[None]:
     finally:
         for home, name, function in kept:
             setattr(home, name, function)
+
+
+@contextlib.contextmanager
+def environment_followed(
+    is_user_file: Callable[[str], bool], read: Callable[[Any], None], note: Callable[[CaptureError], None]
+) -> Iterator[None]:
+    """A context in which it is noted which variables of the environment are read, by their keys in its dict.
+
+    User code that looks at all of them or changes one is refused.
+    """
+    thread = threading.get_ident()
+    kept = {name: ENVIRONMENT.__dict__[name] for name in ("__getitem__", "__setitem__", "__delitem__", "__iter__")}
+
+    def looked_up(environment: Any, key: Any) -> Any:
+        if environment is os.environ and threading.get_ident() == thread:
+            read(environment.encodekey(key))
+        return kept["__getitem__"](environment, key)
+
+    def guarded(name: str, what: str) -> Callable[..., Any]:
+        def call(environment: Any, *args: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith("<frozen"):
+                frame = frame.f_back
+            if threading.get_ident() == thread and frame is not None and is_user_file(frame.f_code.co_filename):
+                source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                try:
+                    _refuse(f"{source}: the step {what} os.environ, which is outside of the step.")
+                except CaptureError as error:
+                    note(error)
+                    raise
+            return kept[name](environment, *args)
+
+        return call
+
+    try:
+        ENVIRONMENT.__getitem__ = looked_up
+        ENVIRONMENT.__iter__ = guarded("__iter__", "looks at all of")
+        ENVIRONMENT.__setitem__, ENVIRONMENT.__delitem__ = (
+            guarded(name, "changes") for name in ("__setitem__", "__delitem__")
+        )
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(ENVIRONMENT, name, function)
 
 
 def refuse_unseeded(seed: Any, source: str) -> None:

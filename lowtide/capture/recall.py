@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide.capture.stand_in import fake_like
+from lowtide.kernels.described import described
 from lowtide.private import FakeTensor, FakeTensorMode, storage_key, without_dispatch
 
 PLAIN = (int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)  # bool is an int
@@ -61,7 +62,7 @@ class Recall:
         recipe = None if key is UNKNOWN else self._recipes.get(key)
         if recipe is not None:
             return self._make(recipe, args)
-        result = _apart(func(*args, **kwargs), self.fake_mode)
+        result = _apart(described(func)(*args, **kwargs), self.fake_mode)
         if key is not UNKNOWN and self.key(func, args, kwargs) == key:  # it has turned none of its arguments
             recipe = _recipe(func, args, kwargs, result)
             if recipe is not None:

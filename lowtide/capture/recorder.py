@@ -14,9 +14,12 @@ from typing import Any, NoReturn
 import torch
 
 from lowtide import kernels, private
-from lowtide.aten import DETACHABLE, IDENTITIES, UNDECLARED_WRITES
+from lowtide.aten import DETACHABLE, IDENTITIES
 from lowtide.capture.books import Books
+from lowtide.capture.calls import name_of, without_dropout, written_by
 from lowtide.capture.draws import Draws, drawn, foregone
+from lowtide.capture.expect import expected
+from lowtide.capture.fold import Fold
 from lowtide.capture.origin import Origins, user_line
 from lowtide.capture.recall import Recall
 from lowtide.capture.scalars import ScalarNode, refuse_data, result_of
@@ -24,7 +27,8 @@ from lowtide.capture.stand_in import fake_like
 from lowtide.errors import CaptureError
 from lowtide.graph import Arg, Constant, Kind, Op, Read, Value, View
 from lowtide.guards import Comparison, Expression
-from lowtide.private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
+from lowtide.kernels.expected import EXPECT
+from lowtide.private import DynamicOutputShapeException, FakeTensor, FakeTensorMode, TorchDispatchMode, storage_key
 from lowtide.recompute import second_run
 
 aten = torch.ops.aten
@@ -44,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.books = Books(self.ops)
         self.draws = Draws()
+        self.fold = Fold(self.ops, self.books)
         self.comparisons: list[Comparison] = []  # of numbers that the caller has
         self.constants: list[torch.Tensor] = []  # real tensors that the step read
         self.constant_values: list[int] = []
@@ -111,12 +116,26 @@ class Recorder(TorchDispatchMode):
         self._refuse_integers(func, args)
         plain_args = tuple(map(self._plain, args))
         plain_kwargs = {key: self._plain(arg) for key, arg in kwargs.items()}
-        result = self.recall.call(func, plain_args, plain_kwargs)
+        try:
+            result = self.recall.call(func, plain_args, plain_kwargs)
+        except DynamicOutputShapeException:
+            if (known := self._folded(func, plain_args, plain_kwargs)) is None:
+                raise
+            return known
         self._follow_gradient(plain_args)
         self._note(func, plain_args, plain_kwargs, args, kwargs, result)
         if isinstance(result, torch.Tensor) and id(result) in self._reals:
             return self._reals[id(result)]
         return result
+
+    def _folded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call makes that has as many elements as the contents of its arguments say, where these are known."""
+        found = self.fold.call(
+            func, tuple(self._arg(arg, arg) for arg in args), tuple((key, self._arg(a, a)) for key, a in kwargs.items())
+        )
+        return (
+            tuple(map(self._lift, found)) if isinstance(found, tuple) else None if found is None else self._lift(found)
+        )
 
     def _is_composite(self, func: Any) -> bool:
         """Whether eager runs this call as other calls; most are taken apart before they come here."""
@@ -137,14 +156,28 @@ class Recorder(TorchDispatchMode):
         fake = self._plain(tensor)
         if fake.constant is not None:
             return aten._local_scalar_dense.default(fake.constant)
+        read = self.books.read(fake)
+        if (known := self.fold.number(read)) is not None:
+            return known
         if not tensor.dtype.is_floating_point:
-            answer = foregone(self.ops, self.books.read(fake))
-            if answer is not None:
-                return answer
-            refuse_data("looks at the contents of a tensor", user_line())
+            return self._decision(tensor, read)
         node = self._new_scalar("item")
         self._add_op("aten._local_scalar_dense.default", (self.books.read(fake),), (), (node.value,))
         return private.symbolic(node)
+
+    def _decision(self, tensor: torch.Tensor, read: Read) -> bool:
+        """What the step's own code is told where it asks whether something is so."""
+        if (answer := foregone(self.ops, read)) is not None:
+            return answer
+        if tensor.dtype == torch.bool and (assumed := expected(self.ops, read)) is not None:
+            self._add_op(EXPECT, (read, *assumed), (), (), channels=kernels.CHANNELS[EXPECT])
+            return assumed[0]
+        refuse_data("looks at the contents of a tensor", user_line())
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the caller's, or in the memory of one."""
+        made = ("activation", "activation gradient")
+        return not self.books.knows(tensor) or self.books.values[self.books.read(tensor).value].kind not in made
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made from Python numbers: a constant of the graph, copied afresh at every step."""
@@ -155,6 +188,8 @@ class Recorder(TorchDispatchMode):
         value = self.books.new_value("tensor", made, self._made_kind())
         self.books.register(made, self.books.new_storage(made, value), None)
         self._add_op("aten.clone.default", (self.books.read(constant),), (), (value,))
+        with private.without_modes():
+            self.fold.known[value] = tensor.detach().clone()
         return made
 
     def _note(
@@ -167,7 +202,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> None:
         results = list(result) if isinstance(result, (tuple, list)) else [result]
-        written = _written(func, plain_args, plain_kwargs)
+        written = written_by(func, plain_args, plain_kwargs)
         if not written and not any(isinstance(item, torch.Tensor) for item in results):
             return
         if not written and self._note_views(func, plain_args, plain_kwargs, results, isinstance(result, (tuple, list))):
@@ -188,25 +223,25 @@ class Recorder(TorchDispatchMode):
                 value = self.books.new_value(base_name, item, self._made_kind())
                 self.books.register(item, self.books.new_storage(item, value), None)
                 outputs.append(value)
-        target = _name_of(func)
+        target = name_of(func)
         what, same = None, None
-        random = torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, plain_args, plain_kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags and not without_dropout(func, plain_args, plain_kwargs)
         if random:
             what = drawn(func, plain_args, plain_kwargs, recorded_args, recorded_kwargs, written)
             same = self.draws.before(what)
         if same is not None:
             self.books.drawn_again.add((len(self.ops), same.value))
         if same is not None and updates:
-            target, recorded_args, recorded_kwargs = _name_of(aten.copy_.default), (recorded_args[0], same), ()
+            target, recorded_args, recorded_kwargs = name_of(aten.copy_.default), (recorded_args[0], same), ()
         elif same is not None:
-            target, recorded_args, recorded_kwargs = _name_of(aten.clone.default), (same,), ()
+            target, recorded_args, recorded_kwargs = name_of(aten.clone.default), (same,), ()
         self._add_op(
             target,
             recorded_args,
             recorded_kwargs,
             tuple(outputs),
             updates=updates,
-            detachable=_name_of(func) in DETACHABLE,
+            detachable=name_of(func) in DETACHABLE,
             channels=("generator",) if random and same is None else kernels.CHANNELS.get(target, ()),
         )
         if random and same is None:
@@ -226,12 +261,12 @@ class Recorder(TorchDispatchMode):
             if self.books.knows(item):
                 continue
             view = source.view
-            if _name_of(func) not in IDENTITIES:
+            if name_of(func) not in IDENTITIES:
                 rest = tuple(self._arg(arg, arg) for arg in args[1:]) + tuple(self._arg(a, a) for a in kwargs.values())
                 if kwargs:
                     self.books.register_strided(item, source.storage)
                     continue
-                view = self.books.view(View(source.view, _name_of(func), rest, number if listed else None))
+                view = self.books.view(View(source.view, name_of(func), rest, number if listed else None))
             self.books.register(item, source.storage, view)
         return True
 
@@ -367,31 +402,3 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
         )
-
-
-def _name_of(func: Any) -> str:
-    return f"{func.namespace}.{private.base_name(func)}.{private.overload_name(func)}"
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the call writes to."""
-    found: list[torch.Tensor] = []
-    undeclared = UNDECLARED_WRITES.get(_name_of(func), ())
-    for position, argument in enumerate(private.schema(func).arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if not declared and position not in undeclared:
-            continue
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        if not declared and not args[5]:
-            continue  # batch norm outside training leaves its statistics alone
-        found += [item for item in (given if isinstance(given, (list, tuple)) else [given]) if item is not None]
-    return found
-
-
-def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that may draw random numbers has its dropout at zero."""
-    for position, argument in enumerate(private.schema(func).arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
-    return False

@@ -45,7 +45,7 @@ def refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
         if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
             raise CaptureError(
                 f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
-                hint="remove the hook and do its work in the step, after backward().",
+                hint="remove the hook; with lowtide.fit its work can be done in the step, after backward().",
             )
 
 

@@ -222,7 +222,7 @@ class Trace:
         assume = Assumptions(self.world, self.follower)
         assumptions = assume.of(self.step, self.model, self.optimizers, self.objects())
         assumptions = assumptions.without({(id(self.slots[name].holder), self.slots[name].key) for name in rebound})
-        found = self.deeds.done({id(slot.holder) for slot in self.slots.values()}, assumptions)
+        found = self.deeds.done({id(slot.holder) for slot in self.slots.values()}, assumptions, self.recorder.is_given)
         guards = dataclasses.replace(
             assumptions,
             around=self.around,

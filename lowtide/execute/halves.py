@@ -35,7 +35,8 @@ class Halves:
         graph = runner.captured.graph
         self.runner = runner
         self.handover = next(number for number, op in enumerate(graph.ops) if op.target == kernels.HANDOVER)
-        self.given_bytes = sum(graph.values[value].nbytes for value in graph.ops[self.handover].makes[:-1])
+        made = graph.ops[self.handover].outputs
+        self.given_bytes = sum(graph.values[value].nbytes for value in made if value is not None)
         self.inputs_again, self.outputs_again = _read_after_handover(graph, runner.program)
         self.written = _written_before_handover(graph, self.handover)
         self.large = sum(graph.values[graph.inputs[place].value].nbytes for place in self.written) > SMALL
@@ -262,10 +263,19 @@ def _written_before_handover(graph: Graph, handover: int) -> list[int]:
     return [place for place, item in enumerate(graph.inputs) if graph.values[item.value].storage in storages]
 
 
+def _handed(graph: Graph, handover: int) -> list[Read]:
+    """What is handed over, as the code after the handover reads it."""
+    op = graph.ops[handover]
+    after = {old: new for new, old in op.updates}
+    lists = (arg for arg in op.args[1:3] if isinstance(arg, tuple))  # outputs and others
+    reads = (item for items in lists for item in items if isinstance(item, Read))
+    return [Read(after.get(read.value, read.value), read.view) for read in reads]
+
+
 def _rebound(captured: Captured, handover: int) -> list[tuple[Slot, int]]:
     """The buffers in whose place the step puts another tensor, and which of what is handed over that is."""
     graph = captured.graph
-    _, *handed = graph.ops[handover].arguments()  # the first is the mark
+    handed = _handed(graph, handover)
     outputs = [output for output in graph.outputs if output.role == "buffer"]
     return [(captured.slots[str(one.path[0])], handed.index(Read(one.value, one.view))) for one in outputs]
 
@@ -276,6 +286,6 @@ def _read_after_handover(graph: Graph, program: Program) -> tuple[list[tuple[int
     place = next(number for number, run in enumerate(runs) if graph.ops[run.op].target == kernels.HANDOVER)
     read = {value for run in runs[place + 1 :] for value in graph.reads_of(run.op, again=run.again)}
     inputs = [(number, graph.values[item.value]) for number, item in enumerate(graph.inputs) if item.value in read]
-    _, *handed = graph.ops[runs[place].op].arguments()  # the first is the mark
+    handed = _handed(graph, runs[place].op)
     named = [(number, repr(value.name)) for number, value in inputs if value.kind != "scalar"]
     return named, [number for number, item in enumerate(handed) if item.value in read]

@@ -29,7 +29,8 @@ class Slots:
         self.captured = captured
         rebound = {str(output.path[0]) for output in captured.graph.outputs if output.role == "buffer"}
         self.rebound = [name for name in captured.slots if name in rebound]  # the step leaves others at each time
-        self.in_parts = [name for name in captured.slots if name in Wholes(captured).names]
+        in_parts = Wholes(captured).names
+        self.in_parts = [name for name in captured.slots if name in in_parts]
         self.steady = [name for name in captured.slots if name not in rebound and name not in self.in_parts]
         self._kinds = {name: kind_of(slot.holder[slot.key]) for name, slot in captured.slots.items()}
         self._spans: list[Span] = []  # of those that are steady

@@ -16,7 +16,7 @@ from lowtide.errors import UsageError
 from lowtide.execute import Batch, Key, StaleError
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
-from lowtide.fit.make import WHOLE, Fit, Maker, Manner
+from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
 from lowtide.fit.moving import Moving
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
@@ -154,6 +154,11 @@ class Fitted:
         """How many allocations of all steps did not come as they were planned; they went outside the arena."""
         return sum(fit.runner.mismatches for fit in self._fits)
 
+    @property
+    def makings(self) -> tuple[Making, ...]:
+        """What it took to make each of its steps so far: the first, and those for other batches."""
+        return tuple(self._maker.makings)
+
     def pack(self, *batch: Any) -> tuple[Any, ...]:
         """The batch as the step holds it: as bytes with `input8`, so that nobody need keep the floats, or as it is."""
         return forms.packed_batch(self.captured.graph, batch)
@@ -286,7 +291,7 @@ def fit(
       eager's step adds to it; "least": as few bytes as can be planned, for each shape. Without one it is what is free
       on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
-    - `time_limit`: seconds of planning.
+    - `time_limit`: seconds of planning at most; a step that takes little time is planned in less.
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned. Without
       one, what takes longer than two seconds is said on stderr.
     - `costs`: "roofline" estimates the ops instead of measuring them: quicker to fit, but what they hold inside is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Effort, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
-from lowtide.errors import CaptureError
+from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
 from lowtide.fit.ranks import Ranks, signature, sums
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.similar import scaled, smaller
@@ -35,12 +37,22 @@ from lowtide.verify.gradient import with_errors
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
+SHORTEST = 0.5  # seconds of search that every step is worth
+PAYS = 20  # times the seconds of a step: what a longer search might find pays after thousands of steps only
 ROOMY, WASTE = (
     0.75,
     0.02,
 )  # of the budget, and overhead: a carried plan that leaves so much and costs so much is no good
 
 Numbers = tuple[Place, ...]  # Python numbers that are to be inputs
+
+
+@dataclass(frozen=True)
+class Making:
+    """What it took to make one step."""
+
+    seconds: float
+    searches: int  # for plans; 0: its sequence was that of another step
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,11 @@ class Maker:
 
     def __init__(self, request: Request, manner: Manner, ranks: Ranks | None = None) -> None:
         self.budget: int | None = None  # bytes, once it is known what a part of the step is
+        self.makings: list[Making] = []  # of all steps so far
         self._request, self._manner, self._ranks = request, manner, ranks
+        self._ladder = Ladder()
+        self._sources: list[Fit] = []  # steps whose plans were searched for; those of notches may never run
+        self._estimates: dict[str, Costs] = {}  # of the graphs of known steps, by fingerprint
 
     def make(
         self, batch: tuple[Any, ...], numbers: Numbers = (), *, known: Sequence[Fit] = (), together: bool = True
@@ -87,47 +103,74 @@ class Maker:
 
         Ranks that make theirs `together` share a plan where they ask for the same.
         """
+        begun, searches = time.monotonic(), self._ladder.searches
+        self._ladder.see(batch)
         quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
         with nullcontext() if quiet else self._request.aloud:
-            return self._made(batch, numbers, known, self._ranks if together else None)
+            if self._ranks is not None and together:
+                made = self._make_together(self._ranks, batch, numbers, known)
+            else:
+                made = self._make(batch, numbers, known)
+        self.makings.append(Making(time.monotonic() - begun, self._ladder.searches - searches))
+        return made
 
-    def _made(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit], ranks: Ranks | None) -> Fit:
-        if ranks is None:
-            captured = self._capture(batch, numbers)
-        else:
-            captured = ranks.all_or_none(lambda: self._capture(batch, numbers))
-            ranks.same(signature(captured.graph))
+    def _make_together(self, ranks: Ranks, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Fit:
+        """The step of one of several ranks, which all make theirs now."""
+        captured = ranks.all_or_none(lambda: self._capture(batch, numbers))
+        graph = captured.graph
+        ranks.same(signature(graph))
+        self._request.say(f"captured {len(graph.ordinary)} ops")
+
+        def chosen() -> Choice:
+            if not known and self._request.plan is not None:
+                return self._given(self._request.plan, graph, self._leave(graph, batch, numbers, known))
+            return self._carried(known, graph) or self._chosen(graph, batch, numbers, known)
+
+        asked = (graph.fingerprint, self._request.asked, self.budget, len(known))
+        found = ranks.shared(asked, chosen)
+        self.budget = found.plan.budget if self.budget is None else self.budget
+        return self._finish(captured, batch, found)
+
+    def _make(self, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Fit:
+        captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
-        leave = self._leave(captured.graph, batch, numbers, known)
-        if ranks is None:
-            chosen = self._chosen(captured.graph, leave, known)
-        else:
-            asked = (captured.graph.fingerprint, self._request.asked, self.budget, len(known))
-            chosen = ranks.shared(asked, lambda: self._chosen(captured.graph, leave, known))
-            self.budget = chosen.plan.budget if self.budget is None else self.budget
+        graph = captured.graph
+        if not known and self._request.plan is not None:
+            leave = self._leave(graph, batch, numbers, known)
+            return self._finish(captured, batch, self._given(self._request.plan, graph, leave))
+        similar = (
+            self._shrunk(graph, batch, numbers)
+            or self._from_notch(known, graph, batch, numbers)
+            or self._carried(known, graph)
+        )
+        if similar is None:
+            return self._source(captured, batch, self._chosen(graph, batch, numbers, known))
+        return self._finish(captured, batch, similar)
+
+    def _source(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
+        """A step whose sequence others may take."""
+        self._sources.append(self._finish(captured, batch, chosen))
+        return self._sources[-1]
+
+    def _chosen(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Choice:
+        """What a search finds."""
+        self._ladder.searches += 1
+        return choose(
+            graph,
+            self._price,
+            self._search,
+            leave=self._leave(graph, batch, numbers, known),
+            away=self._request.places.away(graph.device, lasting=self._manner.lasting),
+            could=Away.nearest(graph.device, lasting=self._manner.lasting),
+            say=self._request.say,
+        )
+
+    def _finish(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
+        chosen = replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
         return self._bind(replace(captured, graph=chosen.graph), replace(chosen, plan=found), captured.graph)
-
-    def _chosen(self, graph: Graph, leave: Leave, known: Sequence[Fit]) -> Choice:
-        """The plan for a captured step: the one that was asked for, one from a similar step, or a new one."""
-        if not known and self._request.plan is not None:
-            return self._given(self._request.plan, graph, leave)
-        chosen = (
-            self._shrunk(known, graph)
-            or self._carried(known, graph)
-            or choose(
-                graph,
-                self._price,
-                self._search,
-                leave=leave,
-                away=self._request.places.away(graph.device, lasting=self._manner.lasting),
-                could=Away.nearest(graph.device, lasting=self._manner.lasting),
-                say=self._request.say,
-            )
-        )
-        return replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))
 
     def _with_errors(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Plan:
         """The plan, with what its lossy rewrites do to the gradients of this batch, where that can be measured."""
@@ -148,6 +191,7 @@ class Maker:
         found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
         made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
+        self._sources = [made if one is fit else one for one in self._sources]
         return made
 
     def correct(self, fit: Fit) -> bool:
@@ -210,24 +254,72 @@ class Maker:
         self.budget = chosen.plan.budget
         return chosen
 
-    def _shrunk(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
-        """A plan from that of the next larger batch, without measuring; where that wastes time, a new one."""
+    def _shrunk(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, *, notch: bool = True) -> Choice | None:
+        """A plan from that of the next larger batch, without measuring; where that wastes time, by way of a notch."""
         rewritten = apply(graph, EXACT)
         candidate = rewritten.graph
-        exact = [one for one in fits if one.plan.rewrites == rewritten.rewrites]
+        exact = [one for one in self._sources if one.plan.rewrites == rewritten.rewrites]
+        same = next((one for one in exact if one.runner.captured.graph.fingerprint == candidate.fingerprint), None)
+        if same is not None:
+            return Choice(candidate, same.costs, same.plan, same.eager_peak)
         larger = [one for one in exact if smaller(one.runner.captured.graph, candidate)]
-        if not larger or any(one.runner.captured.graph.fingerprint == candidate.fingerprint for one in exact):
+        if not larger:
             return None
         known = min(larger, key=lambda one: sum(one.costs.nbytes))
         before = known.runner.captured.graph
-        costs = scaled(known.costs, before, candidate)
+        costs = scaled(known.costs, before, candidate, self._estimate(before))
         found = carry(known.plan, before, candidate, costs, self.budget)
         peak = eager_peak(graph, rewritten, costs, roofline)
         idle = found is not None and self.budget is not None and found.peak < ROOMY * self.budget
-        if found is None or (idle and found.overhead > WASTE):
+        wasted = idle and found is not None and found.overhead > WASTE
+        if found is None or (wasted and notch and self._ladder.searches < SEARCHES):
+            if notch and self._between(known, batch, numbers):
+                return self._shrunk(graph, batch, numbers, notch=False)
+            self._ladder.searches += 1
             self._request.say("the next larger batch's plan is none for this one: planned anew, without measuring")
             found = self._search(candidate, costs, peak, Effort())
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
+
+    def _between(self, known: Fit, batch: tuple[Any, ...], numbers: Numbers) -> bool:
+        """Plan a notch below a known step and above this batch, without measuring; whether there is one."""
+        above = self._ladder.above(batch, BETWEEN)
+        if above is None:
+            return False
+        captured = self._capture(above, numbers)
+        rewritten = apply(captured.graph, EXACT)
+        candidate, before = rewritten.graph, known.runner.captured.graph
+        if rewritten.rewrites != known.plan.rewrites or not smaller(before, candidate):
+            return False
+        costs = scaled(known.costs, before, candidate, self._estimate(before))
+        peak = eager_peak(captured.graph, rewritten, costs, roofline)
+        self._ladder.searches += 1
+        found = replace(self._search(candidate, costs, peak, Effort()), rewrites=rewritten.rewrites)
+        self._source(captured, above, Choice(candidate, costs, found, peak))
+        return True
+
+    def _from_notch(
+        self, known: Sequence[Fit], graph: Graph, batch: tuple[Any, ...], numbers: Numbers
+    ) -> Choice | None:
+        """A batch that is larger than all known ones: plan a notch above it, and take its plan."""
+        if not known or self._request.allowed or self._request.budget == LEAST or self._request.offload is not None:
+            return None
+        candidate, above = apply(graph, EXACT).graph, self._ladder.above(batch)
+        if above is None or not any(smaller(candidate, one.runner.captured.graph) for one in known):
+            return None
+        try:
+            captured = self._capture(above, numbers)
+            self._request.say("a longer batch than all before: one with room for longer ones is planned")
+            chosen = self._chosen(captured.graph, above, numbers, known)
+        except (CaptureError, BudgetError):
+            self._ladder.refuse(above)
+            return None
+        self._source(captured, above, chosen)
+        return self._shrunk(graph, batch, numbers)
+
+    def _estimate(self, graph: Graph) -> Costs:
+        if graph.fingerprint not in self._estimates:
+            self._estimates[graph.fingerprint] = roofline(graph)
+        return self._estimates[graph.fingerprint]
 
     def _carried(self, fits: Sequence[Fit], graph: Graph) -> Choice | None:
         """A plan from one that is known for a similar graph: of the same step, with other numbers or other ops."""
@@ -247,7 +339,8 @@ class Maker:
         return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, self._price))
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
-        planning, lowest = Planning(graph, costs, time_limit=effort.part * self._request.time_limit), []
+        most = max(SHORTEST, PAYS * sum(costs.seconds[: len(graph.ordinary)]))
+        planning, lowest = Planning(graph, costs, time_limit=min(effort.part * self._request.time_limit, most)), []
         if self._request.budget == LEAST:  # of each shape: a later one may need more
             lowest.append(planning.least())
             self.budget = max(self.budget or 0, lowest[0].peak)

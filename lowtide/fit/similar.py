@@ -30,9 +30,9 @@ def smaller(old: Graph, new: Graph) -> bool:
     return all(one >= other for one, other in sizes) and any(one > other for one, other in sizes)
 
 
-def scaled(known: Costs, old: Graph, new: Graph) -> Costs:
-    """The costs of a smaller graph from those of a larger one."""
-    before, after = roofline(old), roofline(new)
+def scaled(known: Costs, old: Graph, new: Graph, before: Costs) -> Costs:
+    """The costs of a smaller graph from those of a larger one, whose estimate is `before`."""
+    after = roofline(new)
     rows = zip(known.seconds, before.seconds, after.seconds, strict=True)
     nbytes = list(after.nbytes)
     for one, other in _made(old, new):

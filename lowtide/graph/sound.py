@@ -16,7 +16,7 @@ from lowtide.graph.targets import DEVICE, DTYPES, refusal, unknown_constant
 
 DEPTH = 8  # of lists in an argument
 LEAST, MOST = -(2**63), 2**64 - 1  # whole numbers that torch takes
-CHANNEL = re.compile(r"generator|handover|group:(0|[1-9][0-9]{0,3})")
+CHANNEL = re.compile(r"generator|handover|check|group:(0|[1-9][0-9]{0,3})")
 PLAIN = (type(None), bool, float, complex, str)
 
 

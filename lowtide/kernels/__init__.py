@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, collectives, forms, grouped, sparse
+from lowtide.kernels import blocks, collectives, expected, forms, grouped, sparse
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -24,24 +24,35 @@ EXTREMES = ("max", "min")  # scalar ops that are functions of Python itself
 
 # Where a step hands its outputs to code that is not in it, and goes on with the gradients that it comes back with. It
 # writes to a mark and is a handover: it runs once, and all draws before it stay before it. What it reads besides,
-# buffers that the step has updated, is there by then. Generated code has no call for it: it yields.
+# buffers that the step has updated, is there by then. What the other code holds from then on counts as written, too: to
+# let go of it and make it again would free nothing. Generated code has no call for it: it yields.
 HANDOVER = "lowtide.handover.default"
 CHANNELS: Mapping[str, tuple[str, ...]] = {  # of ops whose tags do not say it
     HANDOVER: ("handover",),
+    expected.EXPECT: ("check",),
     **dict.fromkeys(collectives.COLLECTIVES, (collectives.GROUP,)),
 }
-UNMEASURED = frozenset({HANDOVER, *collectives.COLLECTIVES})  # what takes others, who are not there when it is measured
+UNMEASURED = frozenset(CHANNELS)  # what takes others, who are not there when it is measured, or ends the step
 _LIBRARY = torch.library.Library("lowtide", "DEF")
-_LIBRARY.define("handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, int[] used, int[] strides) -> Tensor[]")
+_LIBRARY.define(
+    "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"
+    " -> Tensor[]"
+)
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
 sparse.define(_LIBRARY)
 collectives.define(_LIBRARY)
+expected.define(_LIBRARY)
 
 
 @torch.library.register_fake("lowtide::handover", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def handover(
-    mark: torch.Tensor, outputs: list[torch.Tensor], others: list[torch.Tensor], used: list[int], strides: list[int]
+    mark: torch.Tensor,
+    outputs: list[torch.Tensor],
+    others: list[torch.Tensor],
+    held: list[torch.Tensor],
+    used: list[int],
+    strides: list[int],
 ) -> list[torch.Tensor]:
     """The gradients of those outputs that have one, as far as their sizes go; `strides` are those of all, in a row."""
     steps = iter(strides)

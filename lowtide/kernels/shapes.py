@@ -10,6 +10,7 @@ import torch
 
 from lowtide.graph import Arg, Constant, Op, Read, Value, View
 from lowtide.kernels import constant, overload, returns_one
+from lowtide.kernels.described import described
 
 UNKNOWN = 0.5  # for a number that is known only when the step runs
 
@@ -67,7 +68,7 @@ class Shapes:
         """What a call makes, for each of its results; None for what is no tensor."""
         args = [self.argument(arg) for arg in op.args]
         kwargs = {key: self.argument(arg) for key, arg in op.kwargs}
-        results = overload(op.target)(*args, **kwargs)
+        results = described(overload(op.target))(*args, **kwargs)
         return [_form(result) for result in ([results] if returns_one(op.target) else results or ())]
 
 

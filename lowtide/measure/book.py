@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lowtide import files
@@ -31,23 +31,23 @@ class Book:
 
     def __init__(self, depends: list[Any]) -> None:
         self.path = own_folder() / f"costs-{files.digest(depends)[:16]}.json"
-        self.answers: dict[str, Answer] = self._read()
+        self.answers = Answers(self._read())
 
     def add(self, answers: Mapping[str, Answer]) -> None:
         """Write new answers beside those that are there now; a folder that cannot be written is no failure.
 
         Nor is a file that can't be read just now a reason to lose what was in it.
         """
-        found = {**self.answers, **self._read(), **answers}
         try:
-            entries = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in found.items()}
+            new = {key: {"answer": answer, "sha256": files.digest([key, answer])} for key, answer in answers.items()}
+            entries = {**self.answers.entries, **self._read(), **new}
             files.write_atomically(self.path, json.dumps(entries, allow_nan=False), mode=0o600)
             trim(self.path.parent, spare=self.path)
         except (OSError, ValueError):  # ValueError: a time that is no number
             return
 
-    def _read(self) -> dict[str, Answer]:
-        """The answers that are as they were written; what is not is asked for again."""
+    def _read(self) -> dict[str, Any]:
+        """The entries of the file, whole or not."""
         content = read_own(self.path)
         if content is None:
             return {}
@@ -55,9 +55,30 @@ class Book:
             entries = files.parse(content.decode("utf-8"))
         except ValueError:
             return {}
-        if type(entries) is not dict:
-            return {}
-        return {key: entry["answer"] for key, entry in entries.items() if _is_whole(key, entry)}
+        return entries if type(entries) is dict else {}
+
+
+class Answers(Mapping[str, Answer]):
+    """The answers that are as they were written, each looked at when it is asked for; all others are asked again."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.entries = entries
+        self._whole: dict[str, bool] = {}
+
+    def __getitem__(self, key: str) -> Answer:
+        entry = self.entries[key]
+        if key not in self._whole:
+            self._whole[key] = _is_whole(key, entry)
+        if not self._whole[key]:
+            raise KeyError(key)
+        answer: Answer = entry["answer"]
+        return answer
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.entries if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _is_whole(key: str, entry: Any) -> bool:

@@ -386,8 +386,9 @@ def test_a_copy_inside_another_object_is_plain() -> None:
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_an_evaluation_that_eager_has_no_room_for_is_planned(autocast: bool) -> None:
+def test_an_evaluation_that_eager_has_no_room_for_is_planned(autocast: bool, off: Any) -> None:
     """Layers that are wide for a moment: eager's forward holds two of them, and more where they are named."""
 
     class Wide(nn.Module):
@@ -402,10 +403,12 @@ def test_an_evaluation_that_eager_has_no_room_for_is_planned(autocast: bool) -> 
     torch.manual_seed(0)
     model = Wide().eval()
     x = torch.randn(400, 8)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with off(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = x + 0  # what is made under inference_mode is of another kind
         expected = model(x)
         budget = 2 * 400 * 512 * 4 + 400_000
-        attached = lowtide.attach(model, budget=budget, time_limit=0.3)
+        with torch.inference_mode(False):
+            attached = lowtide.attach(model, budget=budget, time_limit=0.3)
         found = [model(x) for _ in range(3)]
         assert all(same(expected, one) for one in found)
         (planned,) = attached.evaluation._known.values()

@@ -15,7 +15,7 @@ from twins import assert_exact, assert_same, everything
 
 import lowtide
 from lowtide import models
-from lowtide.capture import recorder
+from lowtide.capture import calls
 
 
 def seeded(make: Callable[[], Any]) -> Any:
@@ -445,10 +445,10 @@ def test_channels_last() -> None:
 def test_batch_norm_of_every_library_writes_its_statistics_in_training_alone(name: str) -> None:
     call = getattr(torch.ops.aten, name).default
     x, weight, bias, mean, var = torch.ones(2, 3), *(torch.ones(3) for _ in range(4))
-    written = recorder._written(call, (x, weight, bias, mean, var, True, 0.1, 1e-5), {})
+    written = calls.written_by(call, (x, weight, bias, mean, var, True, 0.1, 1e-5), {})
     assert [id(tensor) for tensor in written] == [id(mean), id(var)]
-    assert recorder._written(call, (x, weight, bias, mean, var, False, 0.1, 1e-5), {}) == []
-    assert recorder._written(call, (x, weight, bias, None, None, True, 0.1, 1e-5), {}) == []
+    assert calls.written_by(call, (x, weight, bias, mean, var, False, 0.1, 1e-5), {}) == []
+    assert calls.written_by(call, (x, weight, bias, None, None, True, 0.1, 1e-5), {}) == []
 
 
 def test_batch_norm_in_eval_mode_and_without_statistics() -> None:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import os
 import random
 import re
 import subprocess
@@ -629,6 +630,15 @@ def test_every_call_of_a_logger_comes_to_one_function(caplog: pytest.LogCaptureF
     finally:
         private.log_by(real)
     assert seen == ["a", "b", "c"]
+
+
+@canary("environment", does="watches the variables of the environment that a step reads")
+def test_the_environment_is_a_dict_of_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CANARY", "one")
+    key = os.environ.encodekey("LOWTIDE_CANARY")  # type: ignore[attr-defined]
+    assert os.fsdecode(private.environment()[key]) == "one"
+    monkeypatch.delenv("LOWTIDE_CANARY")
+    assert key not in private.environment()
 
 
 # -------------------------------------------------------------------------- what has no name in private.py, but matters

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from twins import assert_same, everything, same
 
 import lowtide
+from lowtide.fit.ladder import Ladder
 
 
 class Reader(nn.Module):
@@ -62,3 +63,47 @@ def test_shorter_batches_take_the_plan_of_the_next_longer_one(budget: str) -> No
     (expected, state), (losses, other) = found
     assert all(same(one, two) for one, two in zip(expected, losses, strict=True))
     assert_same(state, other)
+
+
+def test_ever_longer_batches_take_few_searches_and_stay_within_the_budget() -> None:
+    sizes = [20, 26, 31, 17, 37, 33, 44, 29, 50, 41, 23, 38, 47, 62, 55, 30, 60]
+
+    def run(budget: str | None) -> tuple[list[Tensor], nn.Module, Any, Any]:
+        torch.manual_seed(0)
+        model = Reader()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        batches = [torch.randint(0, 40, (2, size)) for size in sizes]
+        train: Any = None
+        if budget is not None:
+            train = lowtide.fit(
+                step, model, optimizer, example=(batches[0],), budget=budget, costs="roofline", time_limit=0.2
+            )
+        torch.manual_seed(1)
+        losses = [step(model, optimizer, x) if train is None else train(x) for x in batches]
+        return losses, model, optimizer, train
+
+    plain, found = run(None), run("900kB")
+    assert all(map(same, plain[0], found[0]))
+    assert_same(everything(plain[1], plain[2]), everything(found[1], found[2]))
+    train = found[3]
+    assert len(train.makings) == len(sizes)
+    assert sum(one.searches for one in train.makings) <= 6
+    assert sum(one.searches == 0 for one in train.makings) >= len(sizes) - 5
+    assert train.peak <= 900_000
+
+
+def test_sizes_of_notches() -> None:
+    ladder = Ladder()
+    ladder.see((torch.zeros(4, 20), 3))
+    assert ladder.above((torch.zeros(4, 20), 3)) is None  # nothing is known to change
+    ladder.see((torch.zeros(4, 30), 3))
+    above = ladder.above((torch.zeros(4, 30), 3))
+    assert above is not None
+    assert above[0].shape == (4, 40)
+    assert above[1] == 3
+    ladder.see((torch.zeros(3, 10), 3))  # the last, smaller batch of an epoch
+    above = ladder.above((torch.zeros(3, 10), 3))
+    assert above is not None
+    assert above[0].shape == (4, 16)
+    ladder.refuse(above)
+    assert ladder.above((torch.zeros(3, 10), 3)) is None

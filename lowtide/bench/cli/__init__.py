@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from lowtide.bench.cli import batch, classics, fit, limited, low_memory, offload, plan, ranks, scan, trust
+from lowtide.bench.cli import (
+    batch,
+    classics,
+    fit,
+    lengths,
+    limited,
+    low_memory,
+    models,
+    offload,
+    plan,
+    ranks,
+    scan,
+    trust,
+)
 from lowtide.bench.cli.verbs import app
 from lowtide.cli import app as commands
 
@@ -15,6 +28,8 @@ app.command()(limited.limited)
 app.command()(limited.steady)
 app.command()(limited.soak)
 app.command(name="low-memory")(low_memory.low_memory)
+app.command()(lengths.lengths)
+app.command()(models.models)
 app.command()(ranks.ranks)
 app.command()(scan.scan)
 app.command()(trust.trust)

@@ -228,11 +228,11 @@ def rows_of(
     with counting(f"bench {bench}") as progress:
         for done, target in enumerate(targets):
             progress(done, len(targets))
-            rows.append(_elsewhere(bench, target, *options, key=key))
+            rows.append(elsewhere(bench, target, *options, key=key))
     return rows
 
 
-def _elsewhere(bench: str, target: str, *options: str, key: str) -> Row:
+def elsewhere(bench: str, target: str, *options: str, key: str) -> Row:
     """The row of one target from another process; if that fails, why."""
     command = [sys.executable, "-m", "lowtide.cli", "bench", bench, target, "--json", *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
