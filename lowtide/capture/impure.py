@@ -15,7 +15,6 @@ import sysconfig
 import threading
 import time
 import uuid
-from _posixsubprocess import fork_exec
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import BuiltinFunctionType, FrameType, ModuleType
@@ -65,7 +64,6 @@ CALLS: dict[Any, str] = {
     **{getattr(home, name): f"{home.__name__}.{name}" for home, names in INTERPRETER.items() for name in names},
     open: "open",
     input: "input",
-    fork_exec: "subprocess",
     socket.getaddrinfo: "socket.getaddrinfo",
 }
 # Methods by name, with the class or the kind of object that they must belong to.
