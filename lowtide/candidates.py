@@ -104,14 +104,16 @@ class Chooser:
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
-        leave = self.leave
-        first, *levels = leave.levels(self.graph)
-        self.exactly(leave.after(self.graph, first[0]), besides)
+        first, *levels = self.leave.levels(self.graph)
+        milds = self.leave.after(self.graph, first[0])
+        self.exactly(milds, besides)
         if levels and self.best is None:
             self.close(levels[-1][-1])
         for level in levels:
             if self.best is None:
                 self.lossily(level, besides)
+        if self.best is None and self.effort.explain:
+            self.explain(milds[1:], besides)
 
     def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
@@ -223,6 +225,18 @@ class Chooser:
                     break
                 best = found
         return best
+
+    def explain(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
+        """Let the error say how little the finest parts of each way to split need, where that is soon found."""
+        for _, way in groupby(milds, key=_names):
+            *_, finest = way
+            graph = self.leave.apply(self.graph, (*finest, *besides)).graph
+            if len(graph.ops) > MANY_OPS or self.eager is None:
+                continue
+            try:
+                self.search(graph, self.price(graph), self.eager, Effort(0.0))
+            except BudgetError as error:
+                self.failure = min(self.failure or error, error, key=least_of)
 
     def relent(self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...]) -> None:
         """Leave out again what the plan can do without, the most lossy first."""

@@ -29,6 +29,7 @@ class FileHomes:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.disk = Disk(0, folder)
+        self.end = 0  # bytes of the file that tensors live in; it may be longer
         self.mappings: list[Mapping] = []
         self.known: dict[int, tuple[int, int]] = {}  # address of a tensor -> offset in the file, and bytes
         self.tensors: list[weakref.ref[torch.Tensor]] = []
@@ -49,7 +50,7 @@ class FileHomes:
 
     def move(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let tensors live in this file from now on; they stay the same objects."""
-        start, places = self.disk.nbytes, []
+        start, places = self.end, []
         end = start
         for tensor in tensors:
             places.append(end)
@@ -66,6 +67,13 @@ class FileHomes:
             tensor.data = empty.set_(flat.untyped_storage(), 0, tuple(tensor.shape), tuple(tensor.stride()))
             self.known[flat.data_ptr()] = offset, nbytes
             self.tensors.append(weakref.ref(tensor))
+        self.end = end
+
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give up tensors that came last: others get their room, and nobody may look at them again."""
+        gone = [self.known.pop(tensor.data_ptr())[0] for tensor in tensors if tensor.data_ptr() in self.known]
+        self.tensors = [one for one in self.tensors if (left := one()) is not None and left.data_ptr() in self.known]
+        self.end = min((*gone, self.end))
 
     def put_back(self) -> None:
         """Let all tensors live in memory again, with what they hold now."""

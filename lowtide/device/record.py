@@ -65,6 +65,9 @@ class Homes(Protocol):
     def locate(self, tensors: Sequence[torch.Tensor]) -> Sequence[tuple[Store, int]]:
         """The store and the offset of each tensor, for a step; those that are not there yet move, and stay objects."""
 
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give up tensors that came last: others get their room, and nobody may look at them again."""
+
     def resident(self) -> int:
         """The bytes of them that are in the device's memory now."""
 

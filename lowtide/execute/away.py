@@ -10,6 +10,7 @@ from typing import Any
 from lowtide import device as devices
 from lowtide.costs import Transfer
 from lowtide.device import Device, Homes, Store
+from lowtide.errors import PlaceError
 from lowtide.execute.places import Places
 from lowtide.execute.slots import slots
 from lowtide.graph import Graph, Place
@@ -37,6 +38,7 @@ class Away:
         for place in {*self._slots, *(item.home for _, item in self._inputs)}:
             devices.refuse_place(device, place)
         self._homes: dict[Place, Homes] = {}  # where inputs live that are elsewhere between steps
+        self._settled: dict[Place, list[Any]] = {}  # what moved there before the step that will need it
         self._places: list[Places] = []  # that no step uses now
         self.transfers: list[list[Transfer]] = []  # of the last steps
 
@@ -54,11 +56,20 @@ class Away:
     def settle(self, number: int, tensor: Any) -> None:
         """Let an input live where it belongs as soon as it is made; small ones wait for the others."""
         place = self._graph.inputs[number].home
-        if place != "device" and tensor.nbytes >= SMALL:
-            self._home(place).locate([tensor])
+        if place == "device" or tensor.nbytes < SMALL:
+            return
+        home, settled = self._home(place), self._settled.setdefault(place, [])
+        try:
+            home.locate([tensor])
+        except PlaceError:  # none of what was made is kept
+            home.forget(settled)
+            settled.clear()
+            raise
+        settled.append(tensor)
 
     def begin(self, stack: ExitStack, inputs: list[Any]) -> Places:
         """The places of one step, until the stack ends."""
+        self._settled.clear()
         homes = self._locate(inputs)
         found = stack.enter_context(self._borrow())
         found.begin(homes)

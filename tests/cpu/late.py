@@ -107,6 +107,9 @@ class LateHomes:
         starts = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
         return list(zip(self.stores, starts, strict=True))
 
+    def forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """They are where they were."""
+
     def resident(self) -> int:
         return 0
 

@@ -154,7 +154,7 @@ def test_a_small_disk_is_a_clear_error_and_the_model_is_unharmed(small_disk: Pat
         os.posix_fallocate(file.fileno(), 0, 30 * 10**6)
     train, step, model, optimizer, example = fitted(small_disk, offload_budget="1GiB")
     before = {name: item.clone() for name, item in model.state_dict().items()}
-    with pytest.raises(PlaceError, match=r"No space left on device; [1-9][\d,]+ bytes are free") as caught:
+    with pytest.raises(PlaceError, match=r"No space left on device; [\d,]+ bytes are free") as caught:
         train(*example)
     assert "choose another folder" in str(caught.value.hint)
     assert all(torch.equal(item, before[name]) for name, item in model.state_dict().items())

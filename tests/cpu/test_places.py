@@ -232,12 +232,13 @@ def test_an_update_before_the_copy_that_failed_counts(monkeypatch: pytest.Monkey
     assert len(caught.value.parameters) >= 1
 
 
-def _slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def _slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float, begun: Callable[[], None] = lambda: None) -> None:
     for name in ("pwrite", "preadv"):
         usual = getattr(os, name)
 
         def call(*args: Any, usual: Any = usual) -> Any:
             if threading.current_thread().name.startswith("lowtide-copies"):
+                begun()
                 time.sleep(seconds)
             return usual(*args)
 
@@ -285,13 +286,11 @@ def test_a_step_that_ends_early_waits_for_its_copies(
 
 
 def test_an_interruption_while_it_waits_comes_out_when_no_copy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    _slow_down(monkeypatch, 0.3)
+    interrupts = iter([signal.SIGINT])
+    _slow_down(monkeypatch, 0.3, lambda: [os.kill(os.getpid(), one) for one in interrupts] and None)
     train, _, example = runner()
-    timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         train(*example)
-    timer.join()
     (places,) = train.away._places
     assert not places.stores["disk"]._flights
 
