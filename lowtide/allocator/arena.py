@@ -11,6 +11,7 @@ its `events` are what a tape is made of.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import mmap
@@ -119,11 +120,13 @@ class Pool:
         self._lock = threading.RLock()  # it may be held when a finalizer asks for it
         self._idle: list[Arena] = []
         self._needs: dict[int, int] = {}  # of each step that may come again: bytes
+        self._gone: collections.deque[int] = collections.deque()  # steps that will not, and are still among the needs
 
     def expect(self, user: object, nbytes: int) -> None:
         """Keep an arena of this size as long as the user lives."""
         key = id(user)
         with self._lock:
+            self._let_go()  # one of them may have had this key
             known = key in self._needs
             self._needs[key] = nbytes
         if not known:
@@ -168,13 +171,22 @@ class Pool:
         self._lock.release()
 
     def _forget(self, key: int) -> None:
-        with self._lock:
-            self._needs.pop(key, None)
-        self._trim()
+        """Let a step go. This runs wherever garbage is collected, in any thread: it must not wait for anybody."""
+        self._gone.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._trim()
+            finally:
+                self._lock.release()
+
+    def _let_go(self) -> None:
+        while self._gone:
+            self._needs.pop(self._gone.popleft(), None)
 
     def _trim(self) -> None:
         """Let go of arenas that are larger than what any step needs, and of more arenas than there are steps."""
         with self._lock:
+            self._let_go()
             most, count = max(self._needs.values(), default=0), len(self._needs)
             self._idle = [arena for arena in self._idle if arena.nbytes <= most][-count:]
 

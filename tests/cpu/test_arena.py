@@ -23,7 +23,7 @@ from twins import assert_same, everything, same
 
 import lowtide
 from lowtide import allocator, models
-from lowtide.allocator.arena import POOL, Arena, ArenaError, Tape, stepping
+from lowtide.allocator.arena import POOL, Arena, ArenaError, Pool, Tape, stepping
 from lowtide.execute.lessons import LESSONS
 
 DEADLINE = 60  # seconds; nothing here needs more than a few
@@ -681,3 +681,29 @@ def test_an_interruption_at_any_line_of_ours_leaves_nothing_behind(learns: bool)
     torch.manual_seed(0)
     assert all(map(same, expected, [train(*example) for _ in range(3)]))
     assert train.mismatches == 0
+
+
+def test_a_step_that_goes_waits_for_nobody() -> None:
+    """Garbage is collected in any thread, and whoever has the lock may be waiting for that thread."""
+
+    class User:
+        pass
+
+    pool = Pool()
+    user = User()
+    key = id(user)
+    pool.expect(user, 4096)
+    done = threading.Event()
+
+    def let_go() -> None:
+        pool._forget(key)
+        done.set()
+
+    with pool._lock:
+        threading.Thread(target=let_go, daemon=True).start()
+        assert done.wait(30)
+        assert key in pool._needs
+    with pool.borrow(64):
+        pass
+    assert key not in pool._needs
+    assert pool.held() == 0
