@@ -104,16 +104,23 @@ class Chooser:
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
-        first, *levels = self.leave.levels(self.graph)
-        milds = self.leave.after(self.graph, first[0])
-        self.exactly(milds, besides)
+        self.mildly(besides)
+        self.lossily(besides)
+
+    def mildly(self, besides: tuple[Rewrite, ...]) -> None:
+        """Plan the step with these passes and what changes the rounding at most."""
+        self.exactly(self.leave.after(self.graph, ()), besides)
+
+    def lossily(self, besides: tuple[Rewrite, ...]) -> None:
+        """Plan the step with these passes and as few lossy techniques as can be, where nothing fits without."""
+        _, *levels = self.leave.levels(self.graph)
         if levels and self.best is None:
             self.close(levels[-1][-1])
         for level in levels:
             if self.best is None:
-                self.lossily(level, besides)
+                self.at_level(level, besides)
         if self.best is None and self.effort.explain:
-            self.explain(milds[1:], besides)
+            self.explain(self.leave.after(self.graph, ())[1:], besides)
 
     def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
@@ -126,14 +133,15 @@ class Chooser:
 
     def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
         """Plan the graph after these passes; whether nothing that changes more can be better."""
-        best = self.best
-        found = self.attempt(rewrites, None if best is None else best.plan.seconds)
+        exact, limit = exactness(rewrites) == "bitwise", None
+        if self.best is not None:
+            known = exactness(self.best.plan.rewrites) == "bitwise"
+            # Other rounding must be worth it beside an exact plan; beside other rounding, an exact plan may cost more.
+            limit = self.best.plan.seconds * (1 - WORTH) ** (known - exact)
+        found = self.attempt(rewrites, limit)
         if found is None:
             return False
-        exact = exactness(found.plan.rewrites) == "bitwise"
-        whole = best is not None and exactness(best.plan.rewrites) == "bitwise" and not exact
-        limit = float("inf") if best is None else best.plan.seconds * (1 - WORTH if whole else 1)
-        if found.plan.seconds < limit:
+        if limit is None or found.plan.seconds < limit:
             self.best = found
         return exact and found.plan.seconds <= found.plan.base_seconds * (1 + WORTH)  # too little is left to save
 
@@ -188,7 +196,7 @@ class Chooser:
                 if self.above(candidate, roofline(candidate)):
                     self.closed.add(names)
 
-    def lossily(self, level: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
+    def at_level(self, level: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these lossy techniques, each tuple with harsher settings than the one before.
 
         The first settings with which anything fits are kept; then each technique but the last is left out again, or a

@@ -240,9 +240,9 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
     Each amount of state and parameters that may move out is tried, but where its copies alone take too long, or less of
     it does not fit. All of these searches together have the time limit once more.
     """
-    rungs = away.homes(chooser.graph)
+    rungs, leave = away.homes(chooser.graph), chooser.leave
     chooser.effort = Effort(explain=not rungs)
-    chooser.all_of(away.rewrites())
+    chooser.mildly(away.rewrites())
     here = chooser.best is not None
     chooser.effort, chooser.leave = Effort(1 / max(1, len(rungs)), explain=False), EXACTLY
     for homes in rungs if here else reversed(rungs):
@@ -252,8 +252,10 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
         chooser.take(away.rewrites(homes))
         if not here and not chooser.fits:
             break
+    chooser.leave, chooser.effort = leave, Effort(explain=not rungs)
+    chooser.lossily(away.rewrites())
     if chooser.best is None and rungs:  # with all of it elsewhere least is needed
-        chooser.effort = Effort(0.0)
+        chooser.leave, chooser.effort = EXACTLY, Effort(0.0)
         chooser.take(away.rewrites(max(rungs)))
 
 

@@ -231,11 +231,9 @@ class Follower:
             return
         for attribute in (lines.attributes(frame.f_code) | set(then)) & module.__dict__.keys():
             value = module.__dict__[attribute]
-            if value is sys.modules and frame.f_code.co_filename.startswith(_SITE):
-                continue
-            if value is sys.modules:
+            if value is sys.modules and not frame.f_code.co_filename.startswith(_SITE):
                 self._refuse(refuse_impure, value, source)
-            if isinstance(value, CONTAINERS):
+            elif isinstance(value, CONTAINERS) and value is not sys.modules:
                 self.world.see(value, f"{name}.{attribute}")
                 self.borrowed[name, attribute] = module
 

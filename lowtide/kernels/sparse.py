@@ -336,8 +336,7 @@ def _refuse_window(
     right = fits(tuple(size), tuple(stride), tuple(padding), tuple(dilation)) and len(input) == len(result) == 4
     if not right or [input[0], size[0], size[1]] != [result[0], result[1], input[1]]:
         raise ValueError(f"no convolution of {list(input)} to {list(result)} by {size}")
-    sides = zip(input[2:], size[2:], stride, padding, dilation, strict=True)
-    wanted = [(side + 2 * pad - spread * (k - 1) - 1) // step + 1 for side, k, step, pad, spread in sides]
+    wanted = _sides(input, size, (stride, padding, dilation))
     if wanted != list(result[2:]) or min(wanted) < 1:
         raise ValueError(f"a convolution of {list(input)} by {size} gives {wanted}, not {list(result[2:])}")
 
@@ -355,12 +354,16 @@ def _convolved(
     return input.new_empty(_convolved_size(input, bias, size, (stride, padding, dilation)))
 
 
+def _sides(input: Any, size: list[int], window: Sides) -> list[int]:
+    """The height and width that a convolution gives."""
+    sides = zip(input[2:], size[2:], *window, strict=True)
+    return [(side + 2 * pad - spread * (k - 1) - 1) // step + 1 for side, k, step, pad, spread in sides]
+
+
 def _convolved_size(input: Tensor, bias: Tensor | None, size: list[int], window: Sides) -> list[int]:
     if input.dim() != 4 or not fits(tuple(size), *map(tuple, window)):
         raise ValueError(f"no convolution of {list(input.shape)} by {size}")
-    sides = zip(input.shape[2:], size[2:], *window, strict=True)
-    made = [(side + 2 * pad - spread * (k - 1) - 1) // step + 1 for side, k, step, pad, spread in sides]
-    found = [input.shape[0], size[0], *made]
+    found = [input.shape[0], size[0], *_sides(input.shape, size, window)]
     _refuse_window(input.shape, found, size, *window)
     _check_bias(bias, size)
     return found
