@@ -24,7 +24,8 @@ from lowtide.kernels import sparse
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
-LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
+LEAST, MOST = 3, 10  # repetitions that count: those in which other processes had none of its cores
+PATIENCE = 0.4  # seconds after which those have to do in which others had them, the quickest of all
 CHILLS = 15  # repetitions of a call that does nearly nothing
 PAGE = 2**12  # bytes
 PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
@@ -178,7 +179,10 @@ def _own_bytes(item: Any, call: Call) -> int | None:
 
 
 def _seconds(call: Call, room: Room | None) -> float:
-    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
+    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own.
+
+    Calls beside which other processes ran are left out; on a machine that is never calm the quickest one has to do.
+    """
     cursor, where = array("q", [0]), call.device
     before = Before.of(call)
     with ExitStack() as stack:
@@ -191,16 +195,21 @@ def _seconds(call: Call, room: Room | None) -> float:
             cursor[0] = 1
             call.run()  # touches the pages
         times: list[float] = []
+        disturbed: list[float] = []
         warm: list[float] = []
-        begun = where.clock()
-        while len(times) < LEAST or (where.clock() - begun < BUDGET and len(times) < MOST):
+        begun, spent = where.clock(), 0.0
+        while (len(times) < LEAST and spent < PATIENCE) or (len(times) < MOST and spent < BUDGET) or not warm:
+            delay = where.delay()  # not between the two: the threads of the last op would fall asleep
             cursor[0] = 2  # an instruction without places
             before.happen()
             cursor[0] = 0
-            times.append(_clocked(where, call.run))
+            seconds = _clocked(where, call.run)
+            (times if where.calm(seconds, where.delay() - delay) else disturbed).append(seconds)
             cursor[0] = 1  # another instruction, with the same places
             warm.append(_clocked(where, call.run))
-    return max(min(warm), median(times) - _chill(call.specimen["device"], sum(before.swept)))
+            spent = where.clock() - begun
+    chill = _chill(call.specimen["device"], sum(before.swept))
+    return max(min(warm), (median(times) if times else min(disturbed)) - chill)
 
 
 def _clocked(where: Device, function: Callable[[], Any]) -> float:

@@ -350,7 +350,7 @@ def test_the_first_steps_of_a_fitted_step_time_its_ops(monkeypatch: pytest.Monke
     told: list[dict[int, float]] = []
     maker = importlib.import_module("lowtide.fit.make")
     monkeypatch.setattr(maker, "correct", lambda graph, costs, seconds: told.append(dict(seconds)))
-    monkeypatch.setattr(importlib.import_module("lowtide.execute.timings"), "WAKING", math.inf)  # calm or not
+    monkeypatch.setattr(importlib.import_module("lowtide.device.record"), "WAKING", math.inf)  # calm or not
     train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0.1)
     for _ in range(10):
         train(*example)
