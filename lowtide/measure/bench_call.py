@@ -123,8 +123,10 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     del returned
     pairs = _sits_on(call, room.arena_temporaries) if room is not None and not specimen["written"] else []
     in_arena, in_heap = (room.arena_temporaries, room.heap_temporaries) if room is not None else (0, 0)
+    seconds, calm = _seconds(call, room)
     return {
-        "seconds": _seconds(call, room),
+        "seconds": seconds,
+        "disturbed": not calm,
         "arena_temporaries": in_arena,
         "heap_temporaries": in_heap,
         "outputs": fresh,
@@ -178,10 +180,10 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else item.untyped_storage().nbytes()
 
 
-def _seconds(call: Call, room: Room | None) -> float:
+def _seconds(call: Call, room: Room | None) -> tuple[float, bool]:
     """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own.
 
-    Calls beside which other processes ran are left out; on a machine that is never calm the quickest one has to do.
+    Calls beside which other processes ran are left out; where all are, the quickest has to do, and False says so.
     """
     cursor, where = array("q", [0]), call.device
     before = Before.of(call)
@@ -209,7 +211,7 @@ def _seconds(call: Call, room: Room | None) -> float:
             warm.append(_clocked(where, call.run))
             spent = where.clock() - begun
     chill = _chill(call.specimen["device"], sum(before.swept))
-    return max(min(warm), (median(times) if times else min(disturbed)) - chill)
+    return max(min(warm), (median(times) if times else min(disturbed)) - chill), bool(times)
 
 
 def _clocked(where: Device, function: Callable[[], Any]) -> float:

@@ -8,13 +8,14 @@ from typing import Any
 
 from lowtide import files
 from lowtide.files.cache import own_folder, read_own, trim
-from lowtide.files.shapes import Absent, Misshapen, amount, many, maybe, record, row, text, whole
+from lowtide.files.shapes import Absent, Misshapen, amount, flag, many, maybe, record, row, text, whole
 
 Answer = dict[str, Any]
 
 ANSWER = record(
     {
         "seconds": amount,
+        "disturbed": flag,  # other processes had its cores whenever it ran
         "arena_temporaries": whole(),
         "heap_temporaries": whole(),
         "outputs": many(maybe(whole())),
