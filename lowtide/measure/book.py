@@ -17,6 +17,7 @@ ANSWER = record(
         "seconds": amount,
         "disturbed": flag,  # other processes had its cores whenever it ran
         "arena_temporaries": whole(),
+        "apart_temporaries": whole(),
         "heap_temporaries": whole(),
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),

@@ -93,6 +93,7 @@ def test_a_book_that_cannot_be_written_is_no_failure(
         "seconds": 0.25,
         "disturbed": False,
         "arena_temporaries": 64,
+        "apart_temporaries": 64,
         "heap_temporaries": 64,
         "outputs": [128],
         "in_place": [],
