@@ -1,0 +1,144 @@
+"""What fully_shard does around the layers of a model, as ops of the step: parameters gathered, gradients scattered.
+
+Its own work is done by hooks. While a step is traced the parameters of the model are this rank's shards, as plain
+tensors, and those hooks call this file: before the forward of a layer each of its shards is gathered into a parameter
+of its own, whose gradient is added up over the ranks, and the shard's rows of it, divided, are the shard's gradient.
+What the step does with shards beside that would be about a part of what its code means, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from lowtide import private
+from lowtide.capture.recorder import Recorder
+from lowtide.errors import CaptureError
+from lowtide.graph import Input
+from lowtide.kernels.collectives import GATHER
+
+CLEARS = frozenset({"aten.zero_.default", "aten.zeros_like.default"})  # gradients that stay, cleared
+
+
+class Gathers:
+    """What the sharded layers of one traced step do."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._around: dict[int, list[tuple[private.Sharded, torch.Tensor]]] = {}  # by group: parts while it is whole
+        self._whole: dict[int, list[torch.Tensor]] = {}  # by group, as last gathered
+        self._waiting: set[int] = set()  # groups that have run with gradients, of which none has come
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # of autograd: they are the same as long as somebody holds them
+        self._parts: list[torch.Tensor] = []  # of this rank
+        self._storages: set[int] = set()  # of the graph: gradients of shards
+        self._allowed: set[int] = set()  # ops of this file that read them
+
+    @contextlib.contextmanager
+    def followed(self, model: torch.nn.Module) -> Iterator[None]:
+        """A context in which what fully_shard does is made of ops."""
+        if not any(map(private.fully_sharded, model.modules())):
+            yield
+            return
+        wholes = [one for group in private.fsdp_groups(model) for one in private.fsdp_parameters(group)]
+        self._parts = [private.registries(one.places[0][0])[0][one.places[0][1]] for one in wholes]
+        try:
+            with private.fsdp_followed(self._enter, self._leave):
+                yield
+        finally:
+            for group in [*self._around]:
+                self._put_back(group)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._nodes.clear()
+            self._whole.clear()
+
+    def _enter(self, group: Any) -> None:
+        """Before the forward of a layer."""
+        number, parameters = id(group), private.fsdp_parameters(group)
+        if number in self._around:
+            return  # of which another module runs
+        again = self._recorder.origins.node() is not None and number in self._whole  # a checkpoint, in the backward
+        if not again:
+            self._refuse_second(number)
+            parts = [private.registries(one.places[0][0])[0][one.places[0][1]] for one in parameters]
+            self._whole[number] = [self._gathered(number, *pair) for pair in zip(parameters, parts, strict=True)]
+        self._around[number] = []
+        for one, whole in zip(parameters, self._whole[number], strict=True):
+            self._around[number].append((one, private.registries(one.places[0][0])[0][one.places[0][1]]))
+            for module, name in one.places:
+                private.put_parameter(module, name, whole)
+
+    def _leave(self, group: Any) -> None:
+        """After it."""
+        self._put_back(id(group))
+
+    def _put_back(self, number: int) -> None:
+        for one, part in self._around.pop(number, ()):
+            for module, name in one.places:
+                private.put_parameter(module, name, part)
+
+    def _refuse_second(self, number: int) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if number in self._waiting:
+            raise CaptureError(
+                "a layer of fully_shard runs twice before the backward: which of its gradients are added up together "
+                "depends on the order in which they come.",
+                hint="call backward after each forward, or give fully_shard the model that calls the layer twice.",
+            )
+        self._waiting.add(number)
+
+    def _gathered(self, group: int, one: private.Sharded, part: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            whole = torch.ops.lowtide.gather(part, one.size[0])
+        whole = torch.nn.Parameter(whole, requires_grad=part.requires_grad)
+        if part.requires_grad and torch.is_grad_enabled():
+            node = get_gradient_edge(whole).node
+            self._nodes.append(node)
+            self._handles.append(node.register_hook(lambda *_: self._came(group, whole, part)))
+        return whole
+
+    def _came(self, group: int, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """A gathered parameter has its gradient."""
+        self._waiting.discard(group)
+        gradient, whole.grad = whole.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            raise CaptureError(
+                "the step calls backward(create_graph=True) on a model of fully_shard, whose gradients have no history "
+                "after they were averaged.",
+                hint="leave create_graph out.",
+            )
+        with torch.no_grad():
+            gradient = gradient.contiguous()
+            torch.ops.lowtide.all_reduce(gradient)
+            mine = torch.ops.lowtide.own_part(gradient, part.shape[0])
+            if part.grad is None:
+                part.grad = mine
+            else:
+                part.grad += mine
+                self._allowed.add(len(self._recorder.ops) - 1)
+        read = self._recorder.books.read(part.grad)
+        self._storages.add(self._recorder.books.values[read.value].storage)
+
+    def refuse_reads(self, inputs: list[Input], names: Mapping[int, str]) -> None:
+        """Raise where the step itself reads shards, their gradients or their state, of which each rank has others."""
+        values, ops = self._recorder.books.values, self._recorder.ops
+        sharded = {names[id(part)] for part in self._parts}
+        theirs = {values[item.value].storage for item in inputs if item.path and str(item.path[0]) in sharded}
+        theirs |= self._storages
+        for number, op in enumerate(ops):
+            if op.target == GATHER or op.phase == "update" or op.target in CLEARS or number in self._allowed:
+                continue
+            if any(values[read].storage in theirs for read in op.reads):
+                raise CaptureError(
+                    f"{op.source or 'the step'}: {op.name} reads a parameter of fully_shard, or its gradient, outside "
+                    "of a layer's forward and of the optimizer; this rank has a part of it only.",
+                    hint="leave it to the layers and the optimizer, or use DistributedDataParallel.",
+                )
