@@ -486,6 +486,12 @@ def fsdp_followed(enter: Callable[[Any], None], leave: Callable[[Any], None]) ->
             setattr(owner, name, function)
 
 
+def chunk_cat(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Tensors cut into so many pieces along their rows, padded; the first pieces of all in the first row, and so on."""
+    found: torch.Tensor = torch._chunk_cat([*tensors], dim=0, num_chunks=count)
+    return found
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part that this rank has of a DTensor; other tensors are whole."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lowtide import private
+from lowtide.capture.ranks import COMMUTES
 from lowtide.capture.recorder import Recorder
 from lowtide.errors import CaptureError
 from lowtide.graph import Input
@@ -32,6 +33,7 @@ class Gathers:
         self._around: dict[int, list[tuple[private.Sharded, torch.Tensor]]] = {}  # by group: parts while it is whole
         self._whole: dict[int, list[torch.Tensor]] = {}  # by group, as last gathered
         self._waiting: set[int] = set()  # groups that have run with gradients, of which none has come
+        self._came_so_far: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by group: gradients, parts
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # of autograd: they are the same as long as somebody holds them
         self._parts: list[torch.Tensor] = []  # of this rank
@@ -57,6 +59,7 @@ class Gathers:
             self._handles.clear()
             self._nodes.clear()
             self._whole.clear()
+            self._came_so_far.clear()
 
     def _enter(self, group: Any) -> None:
         """Before the forward of a layer."""
@@ -67,7 +70,9 @@ class Gathers:
         if not again:
             self._refuse_second(number)
             parts = [private.registries(one.places[0][0])[0][one.places[0][1]] for one in parameters]
-            self._whole[number] = [self._gathered(number, *pair) for pair in zip(parameters, parts, strict=True)]
+            self._whole[number] = [
+                self._gathered(number, place, *pair) for place, pair in enumerate(zip(parameters, parts, strict=True))
+            ]
         self._around[number] = []
         for one, whole in zip(parameters, self._whole[number], strict=True):
             self._around[number].append((one, private.registries(one.places[0][0])[0][one.places[0][1]]))
@@ -94,17 +99,17 @@ class Gathers:
             )
         self._waiting.add(number)
 
-    def _gathered(self, group: int, one: private.Sharded, part: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, group: int, place: int, one: private.Sharded, part: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             whole = torch.ops.lowtide.gather(part, one.size[0])
         whole = torch.nn.Parameter(whole, requires_grad=part.requires_grad)
         if part.requires_grad and torch.is_grad_enabled():
             node = get_gradient_edge(whole).node
             self._nodes.append(node)
-            self._handles.append(node.register_hook(lambda *_: self._came(group, whole, part)))
+            self._handles.append(node.register_hook(lambda *_: self._came(group, place, whole, part)))
         return whole
 
-    def _came(self, group: int, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def _came(self, group: int, place: int, whole: torch.Tensor, part: torch.Tensor) -> None:
         """A gathered parameter has its gradient."""
         self._waiting.discard(group)
         gradient, whole.grad = whole.grad, None
@@ -115,15 +120,50 @@ class Gathers:
                 "after they were averaged.",
                 hint="leave create_graph out.",
             )
+        if not self._came_so_far:
+            private.autograd_engine.queue_callback(self._finish)
+        self._came_so_far.setdefault(group, {})[place] = (gradient, part)
+        alone = torch.distributed.get_world_size() <= COMMUTES
+        if alone or len(self._came_so_far[group]) == sum(one.requires_grad for one in self._whole[group]):
+            self._scatter(self._came_so_far[group])
+
+    def _finish(self) -> None:
+        """After the backward: the gradients of groups that did not get all of theirs."""
+        for came in self._came_so_far.values():
+            self._scatter(came)
+        self._came_so_far.clear()
+
+    def _scatter(self, came: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add up gradients over the ranks and give their parts to the shards.
+
+        The rows of one rank are together in one bucket, as fully_shard has them: with more than two ranks it depends on
+        places in it in which order a backend adds. A gradient alone is its own bucket.
+        """
+        if not came:
+            return
+        gradients, parts = zip(*(came[place] for place in sorted(came)), strict=True)
+        came.clear()
+        ranks = torch.distributed.get_world_size()
         with torch.no_grad():
-            gradient = gradient.contiguous()
-            torch.ops.lowtide.all_reduce(gradient)
-            mine = torch.ops.lowtide.own_part(gradient, part.shape[0])
-            if part.grad is None:
-                part.grad = mine
-            else:
-                part.grad += mine
-                self._allowed.add(len(self._recorder.ops) - 1)
+            if len(gradients) == 1 and ranks <= COMMUTES:
+                summed = gradients[0].contiguous()
+                torch.ops.lowtide.all_reduce(summed)
+                self._give(parts[0], torch.ops.lowtide.own_part(summed, parts[0].shape[0]))
+                return
+            bucket = private.chunk_cat(gradients, ranks)
+            torch.ops.lowtide.all_reduce(bucket)
+            mine, begin = torch.ops.lowtide.own_part(bucket, 1).view(-1), 0
+            for gradient, part in zip(gradients, parts, strict=True):
+                self._give(part, mine.narrow(0, begin, part.numel()).view(part.shape))
+                begin += -(-gradient.shape[0] // ranks) * (gradient.numel() // gradient.shape[0])
+
+    def _give(self, part: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Give a shard its gradient, or add it to the one that is there."""
+        if part.grad is None:
+            part.grad = gradient
+        else:
+            part.grad += gradient
+            self._allowed.add(len(self._recorder.ops) - 1)
         read = self._recorder.books.read(part.grad)
         self._storages.add(self._recorder.books.values[read.value].storage)
 

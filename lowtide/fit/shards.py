@@ -8,6 +8,7 @@ DTensors back. They are the same memory.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +17,14 @@ from torch import optim
 
 from lowtide import private
 from lowtide.captured import optimizers_of
-from lowtide.errors import CaptureError, UsageError
+from lowtide.choice import Choice
+from lowtide.errors import CaptureError, RankError, UsageError
 from lowtide.fit.request import Request
+from lowtide.fit.similar import scaled, smaller
+from lowtide.graph import Graph
+from lowtide.measure import roofline
+from lowtide.plan import carry
+from lowtide.rewrite import EXACT, apply
 
 # Whose updates look at each number alone, so that those of a part are a part of those of the whole.
 ELEMENTWISE = (
@@ -30,6 +37,29 @@ def local(request: Request) -> AbstractContextManager[None]:
     """In which a step is made and taken: where its model has shards, these are its parameters."""
     sharded = isinstance(request.model, torch.nn.Module) and any(map(private.fully_sharded, request.model.modules()))
     return Shards(request.model, request.optimizer) if sharded else nullcontext()
+
+
+def as_first(first: Choice, graph: Graph) -> Choice:
+    """What rank 0 chose, for the graph of this rank: the same ops in the same order, on parts that may be smaller."""
+    rewritten = apply(graph, EXACT)
+    own = rewritten.graph
+    if own.fingerprint == first.graph.fingerprint:
+        return first
+    if rewritten.rewrites != first.plan.rewrites or not smaller(first.graph, own):
+        raise RankError(
+            "this rank's step has other ops or sizes than that of rank 0, beside its smaller shards.",
+            hint="give all ranks the same model, and batches of the same shapes.",
+        )
+    costs = scaled(first.costs, first.graph, own, roofline(first.graph))
+    if all(one.makes == other.makes for one, other in zip(first.graph.ops, own.ops, strict=True)):
+        costs = replace(costs, in_place=first.costs.in_place)
+    found = carry(first.plan, first.graph, own, costs, first.plan.budget)
+    if found is None:
+        raise RankError(
+            "the plan of rank 0 is none for this rank, whose shards are smaller.",
+            hint="give parameters as many rows as the ranks divide, or a larger budget.",
+        )
+    return Choice(own, costs, found, first.eager_peak)
 
 
 class _Part:
