@@ -140,6 +140,7 @@ class Maker:
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         graph = captured.graph
+        self._ladder.learn(graph)
         if not known and self._request.plan is not None:
             leave = self._leave(graph, batch, numbers, known)
             return self._finish(captured, batch, self._given(self._request.plan, graph, leave))

@@ -17,14 +17,15 @@ from torch import optim
 
 from lowtide import private
 from lowtide.captured import optimizers_of
+from lowtide.check import check
 from lowtide.choice import Choice
 from lowtide.errors import CaptureError, RankError, UsageError
 from lowtide.fit.request import Request
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.measure import roofline
-from lowtide.plan import carry
 from lowtide.rewrite import EXACT, apply
+from lowtide.simulate import simulate
 
 # Whose updates look at each number alone, so that those of a part are a part of those of the whole.
 ELEMENTWISE = (
@@ -40,25 +41,22 @@ def local(request: Request) -> AbstractContextManager[None]:
 
 
 def as_first(first: Choice, graph: Graph) -> Choice:
-    """What rank 0 chose, for the graph of this rank: the same ops in the same order, on parts that may be smaller."""
+    """What rank 0 chose, for the graph of this rank: the same program, on parts that may be smaller."""
     rewritten = apply(graph, EXACT)
     own = rewritten.graph
     if own.fingerprint == first.graph.fingerprint:
         return first
-    if rewritten.rewrites != first.plan.rewrites or not smaller(first.graph, own):
+    pairs = zip(first.graph.ops, own.ops, strict=False)
+    same = all((one.target, one.makes, one.reads) == (other.target, other.makes, other.reads) for one, other in pairs)
+    if rewritten.rewrites != first.plan.rewrites or not same or not smaller(first.graph, own):
         raise RankError(
             "this rank's step has other ops or sizes than that of rank 0, beside its smaller shards.",
             hint="give all ranks the same model, and batches of the same shapes.",
         )
-    costs = scaled(first.costs, first.graph, own, roofline(first.graph))
-    if all(one.makes == other.makes for one, other in zip(first.graph.ops, own.ops, strict=True)):
-        costs = replace(costs, in_place=first.costs.in_place)
-    found = carry(first.plan, first.graph, own, costs, first.plan.budget)
-    if found is None:
-        raise RankError(
-            "the plan of rank 0 is none for this rank, whose shards are smaller.",
-            hint="give parameters as many rows as the ranks divide, or a larger budget.",
-        )
+    costs = replace(scaled(first.costs, first.graph, own, roofline(first.graph)), in_place=first.costs.in_place)
+    program = replace(first.plan.program, graph=own.fingerprint)
+    check(own, costs, program, budget=first.plan.budget)
+    found = replace(first.plan, program=program, peak=simulate(own, costs, program).peak)
     return Choice(own, costs, found, first.eager_peak)
 
 
@@ -113,7 +111,7 @@ class Shards:
                     hint=f"use one of {known}; or DistributedDataParallel, with which others work, too.",
                 )
         self._parts: dict[int, _Part] = {}  # by the identity of the DTensor
-        self._places: list[tuple[list[Any], int, _Part]] = []  # in parameter groups, while a step runs
+        self._places: list[tuple[Any, list[Any], int, _Part]] = []  # in optimizers, while a step runs
 
     def __enter__(self) -> None:
         self._refuse()
@@ -131,7 +129,7 @@ class Shards:
                 for place, parameter in enumerate(group["params"]):
                     if (found := self._parts.get(id(parameter))) is not None:
                         group["params"][place] = found.local
-                        self._places.append((group["params"], place, found))
+                        self._places.append((optimizer, group["params"], place, found))
                         if (entries := optimizer.state.pop(parameter, None)) is not None:
                             optimizer.state[found.local] = found.begin_state(entries)
 
@@ -143,13 +141,11 @@ class Shards:
                 private.put_parameter(module, name, part.whole.parameter)
             gradient, part.local.grad = part.local.grad, None
             part.whole.parameter.grad = None if gradient is None else part.whole.made(gradient)
-        for parameters, place, part in self._places:
+        for optimizer, parameters, place, part in self._places:
             parameters[place] = part.whole.parameter
+            if (entries := optimizer.state.pop(part.local, None)) is not None:
+                optimizer.state[part.whole.parameter] = part.end_state(entries)
         self._places.clear()
-        for optimizer in self._optimizers:
-            for part in self._parts.values():
-                if (entries := optimizer.state.pop(part.local, None)) is not None:
-                    optimizer.state[part.whole.parameter] = part.end_state(entries)
 
     def _part(self, one: private.Sharded) -> _Part:
         known = self._parts.get(id(one.parameter))
