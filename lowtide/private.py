@@ -456,8 +456,12 @@ def _extended(param: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fsdp_followed(enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Iterator[None]:
-    """In the block the hooks of fully_shard do nothing but call these two around the forward of a group's modules."""
+def fsdp_followed(
+    enter: Callable[[Any], None], leave: Callable[[Any], None], backward: Callable[[Any], None]
+) -> Iterator[None]:
+    """In the block the hooks of fully_shard do nothing but call these, with a group: around the forward of its modules
+    and before their backward.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -469,12 +473,22 @@ def fsdp_followed(enter: Callable[[Any], None], leave: Callable[[Any], None]) ->
         leave(group)
         return output
 
+    def returned(state: Any, output: Any) -> Any:
+        def begins(_: torch.Tensor) -> None:
+            for group in state._fsdp_param_groups:
+                backward(group)
+
+        for leaf in torch.utils._pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(begins)
+        return output
+
     ours: list[tuple[Any, str, Any]] = [
         (FSDPParamGroup, "pre_forward", before),
         (FSDPParamGroup, "post_forward", after),
         (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
         (FSDPState, "_root_pre_forward", lambda state, module, args, kwargs: (args, kwargs)),
-        (FSDPState, "_register_pre_backward_hook", lambda state, output: output),
+        (FSDPState, "_register_pre_backward_hook", returned),
     ]
     usual = [(owner, name, vars(owner)[name]) for owner, name, _ in ours]
     try:

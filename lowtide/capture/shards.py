@@ -34,6 +34,7 @@ class Gathers:
         self._whole: dict[int, list[torch.Tensor]] = {}  # by group, as last gathered
         self._waiting: set[int] = set()  # groups that have run with gradients, of which none has come
         self._came_so_far: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by group: gradients, parts
+        self._begun = False  # a backward
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # of autograd: they are the same as long as somebody holds them
         self._parts: list[torch.Tensor] = []  # of this rank
@@ -47,9 +48,9 @@ class Gathers:
             yield
             return
         wholes = [one for group in private.fsdp_groups(model) for one in private.fsdp_parameters(group)]
-        self._parts = [private.registries(one.places[0][0])[0][one.places[0][1]] for one in wholes]
+        self._parts = [_at(one) for one in wholes]
         try:
-            with private.fsdp_followed(self._enter, self._leave):
+            with private.fsdp_followed(self._enter, self._leave, self._return):
                 yield
         finally:
             for group in [*self._around]:
@@ -63,25 +64,32 @@ class Gathers:
 
     def _enter(self, group: Any) -> None:
         """Before the forward of a layer."""
-        number, parameters = id(group), private.fsdp_parameters(group)
+        number = id(group)
         if number in self._around:
-            return  # of which another module runs
-        again = self._recorder.origins.node() is not None and number in self._whole  # a checkpoint, in the backward
-        if not again:
+            return  # another module of the group runs, or a checkpoint in the backward
+        parameters = private.fsdp_parameters(group)
+        if self._recorder.origins.node() is None or number not in self._whole:
             self._refuse_second(number)
-            parts = [private.registries(one.places[0][0])[0][one.places[0][1]] for one in parameters]
+            parts = [_at(one) for one in parameters]
             self._whole[number] = [
                 self._gathered(number, place, *pair) for place, pair in enumerate(zip(parameters, parts, strict=True))
             ]
         self._around[number] = []
         for one, whole in zip(parameters, self._whole[number], strict=True):
-            self._around[number].append((one, private.registries(one.places[0][0])[0][one.places[0][1]]))
+            self._around[number].append((one, _at(one)))
             for module, name in one.places:
                 private.put_parameter(module, name, whole)
 
     def _leave(self, group: Any) -> None:
         """After it."""
-        self._put_back(id(group))
+        if self._recorder.origins.node() is None:
+            self._put_back(id(group))
+
+    def _return(self, group: Any) -> None:
+        """Before the backward of a layer: what it computes anew finds its parameters gathered."""
+        self._begin()
+        if id(group) in self._whole:
+            self._enter(group)
 
     def _put_back(self, number: int) -> None:
         for one, part in self._around.pop(number, ()):
@@ -120,18 +128,26 @@ class Gathers:
                 "after they were averaged.",
                 hint="leave create_graph out.",
             )
-        if not self._came_so_far:
-            private.autograd_engine.queue_callback(self._finish)
+        self._begin()
         self._came_so_far.setdefault(group, {})[place] = (gradient, part)
         alone = torch.distributed.get_world_size() <= COMMUTES
         if alone or len(self._came_so_far[group]) == sum(one.requires_grad for one in self._whole[group]):
             self._scatter(self._came_so_far[group])
 
+    def _begin(self) -> None:
+        """In a backward."""
+        if not self._begun:
+            self._begun = True
+            private.autograd_engine.queue_callback(self._finish)
+
     def _finish(self) -> None:
         """After the backward: the gradients of groups that did not get all of theirs."""
+        self._begun = False
         for came in self._came_so_far.values():
             self._scatter(came)
         self._came_so_far.clear()
+        for group in [*self._around]:
+            self._put_back(group)
 
     def _scatter(self, came: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add up gradients over the ranks and give their parts to the shards.
@@ -182,3 +198,10 @@ class Gathers:
                     "of a layer's forward and of the optimizer; this rank has a part of it only.",
                     hint="leave it to the layers and the optimizer, or use DistributedDataParallel.",
                 )
+
+
+def _at(one: private.Sharded) -> torch.Tensor:
+    """What is in the place of a parameter now."""
+    module, name = one.places[0]
+    found: torch.Tensor = private.registries(module)[0][name]
+    return found
