@@ -429,16 +429,17 @@ def fsdp_parameters(group: Any) -> list[Sharded]:
 def fsdp_told(group: Any) -> list[tuple[bool, str, str]]:
     """What fully_shard can be told of a group beside which parameters it has: whether it was, what, and what to do."""
     mesh, policy, params = group.mesh_info, group.mp_policy, group.fsdp_params
-    world = torch.distributed.group.WORLD
-    whole = mesh.mesh.ndim == 1 and getattr(mesh, "shard_mesh_size", 0) == torch.distributed.get_world_size()
+    own = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole = mesh.mesh.ndim == 1 and (mesh.shard_mesh_rank, mesh.shard_mesh_size) == own
+    whole = whole and mesh.reduce_scatter_process_group in (None, torch.distributed.group.WORLD)
     usual = ("DefaultAllGather", "DefaultReduceScatter")
     comms = (type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__)
     kinds = {one.sharded_param.dtype for one in params}
     cast = any((policy.param_dtype, policy.reduce_dtype, policy.output_dtype))
     return [
         (cast, "a mixed precision policy", "use torch.autocast inside the step"),
-        (any(one.offload_to_cpu for one in params), "an offload policy", "use lowtide's own: offload='disk'"),
-        (not whole or mesh.reduce_scatter_process_group not in (None, world), "a mesh of its own", "shard over all ranks"),
+        (any(one.offload_to_cpu for one in params), "an offload policy", "leave it out: parameters are on the CPU"),
+        (not whole, "a mesh of its own", "shard over all ranks, in their order"),
         (any(one.fsdp_placement.dim for one in params), "shards of another dimension than the first", "shard that one"),
         (any(one.is_dtensor for one in params), "parameters that were DTensors before", "leave tensor parallelism out"),
         (not kinds <= {torch.float32, torch.bfloat16}, f"parameters of {kinds}", "use float32 or bfloat16"),

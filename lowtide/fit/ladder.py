@@ -49,7 +49,8 @@ class Ladder:
 
     def learn(self, graph: Graph) -> None:
         """Of a captured step: how many positions its tables have, which no size of a batch goes beyond."""
-        self._limits |= {size: rows for size, rows in positions(graph).items() if rows < self._limits.get(size, rows + 1)}
+        for size, rows in positions(graph).items():
+            self._limits[size] = min(rows, self._limits.get(size, rows))
 
     def above(self, batch: tuple[Any, ...], ahead: float = AHEAD) -> tuple[Any, ...] | None:
         """A batch without contents whose changing sizes are those of a notch; None where that is no larger."""

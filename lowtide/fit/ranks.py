@@ -88,7 +88,7 @@ class Ranks:
         if failed:
             self._raise_failure(None)
         if ready and self.sharded:
-            raise UsageError(ALONE, hint="give all ranks batches of the same shapes, such as padded to the same length.")
+            raise UsageError(ALONE, hint="give all ranks batches of the same shapes, padded to the same length.")
         return not ready
 
     def largest(self, number: int | None) -> int | None:

@@ -106,8 +106,8 @@ class Shards:
             if type(one) not in ELEMENTWISE:
                 known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
                 raise CaptureError(
-                    f"{type(one).__name__} is not known to treat each number of a parameter alone, and with fully_shard "
-                    "a step has a part of each.",
+                    f"{type(one).__name__} is not known to treat each number of a parameter alone, and with "
+                    "fully_shard a rank has a part of each.",
                     hint=f"use one of {known}; or DistributedDataParallel, with which others work, too.",
                 )
         self._parts: dict[int, _Part] = {}  # by the identity of the DTensor

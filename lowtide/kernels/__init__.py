@@ -32,7 +32,8 @@ CHANNELS: Mapping[str, tuple[str, ...]] = {  # of ops whose tags do not say it
     expected.EXPECT: ("check",),
     **dict.fromkeys(collectives.ONCE, (collectives.GROUP,)),
 }
-UNMEASURED = frozenset(CHANNELS) | collectives.COLLECTIVES  # what takes others, who are not there when it is measured, or ends the step
+# What takes others, who are not there when it is measured, or ends the step.
+UNMEASURED = frozenset(CHANNELS) | collectives.COLLECTIVES
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define(
     "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"
