@@ -24,6 +24,7 @@ from lowtide.capture.ranks import Arrival, Reductions
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.scalars import extremes
+from lowtide.capture.shards import Gathers
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import ATOMS, World
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
@@ -112,6 +113,7 @@ class Trace:
         self.follower = Follower(self.world, self.dice.stand_in)
         self.deeds = Deeds(self.world, self.follower)
         self.reductions = Reductions(arrivals)
+        self.gathers = Gathers(self.recorder)
 
     def run(self) -> Traced:
         """The captured step, with everything put back."""
@@ -195,6 +197,7 @@ class Trace:
             followed.enter_context(self.recorder.draws.followed())
             followed.enter_context(self.dice.followed())
             followed.enter_context(self.reductions.followed())
+            followed.enter_context(self.gathers.followed(self.model))
             followed.enter_context(self.fake_mode)
             followed.enter_context(self.recorder)
             followed.enter_context(extremes())
@@ -204,6 +207,7 @@ class Trace:
         if self.follower.refusals:
             raise self.follower.refusals[0]
         self.recorder.draws.end()
+        self.gathers.refuse_reads(inputs, self.names)
         for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
                 raise CaptureError(
