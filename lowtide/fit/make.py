@@ -219,6 +219,7 @@ class Maker:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
         if self._ranks is not None:
             runner.gate = partial(self._ranks.ready, signature(seen))
+        runner.arrangement.plain_peak = chosen.eager_peak
         call = self._manner.caller(runner)
         return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 

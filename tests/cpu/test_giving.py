@@ -129,14 +129,15 @@ def test_hooks_see_and_change_gradients_as_ever() -> None:
     found: list[dict[str, Any]] = []
     for number, model in enumerate(twins(Tied)):
         net = through("attach", model) if number else model
-        seen: list[Tensor] = []
+        seen: dict[str, Tensor] = {}  # autograd does not say which parameter is first
         model.first.bias.register_hook(lambda grad: grad * 2)
-        model.first.weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
-        model.last.weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        model.first.weight.register_hook(partial(_sees, seen, "tied"))
+        model.last.weight.register_hook(partial(_sees, seen, "last"))
         model.last.bias.register_post_accumulate_grad_hook(_triple)
         for step in range(3):
             net(batch(step)).pow(2).sum().backward()
-        found.append({**everything(model, None), **dict(enumerate(seen))})
+        assert len(seen) == 6
+        found.append({**everything(model, None), **seen})
     assert_same(*found)
 
 
@@ -146,6 +147,10 @@ def test_a_hook_that_changes_the_sum_of_a_tied_weight_is_refused() -> None:
     model.first.weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(lowtide.UsageError, match="has a hook that changes its gradient"):
         model(batch()).sum().backward()
+
+
+def _sees(seen: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    seen[f"{name} {sum(key.startswith(name) for key in seen)}"] = gradient.clone()
 
 
 def _triple(one: Tensor) -> None:

@@ -51,7 +51,7 @@ DOORS = {
     "attach",
     "evaluation",
     "frameworks",
-    "handover",
+    "giving", "handover",
     "wrap",
     "scan",
     "verify",
