@@ -1,9 +1,9 @@
 """A step in halves, as autograd sees it: its backward gives each gradient to autograd soon after it is made.
 
 One node is not enough for that: autograd takes what a node returns when it is done. So there is a row of nodes. The
-first is given the gradients of the outputs, runs the step up to where the first gradients leave, and returns these; the
-next, to which a *token* leads, goes on from there. Between two nodes autograd adds to what is there, calls hooks and lets
-go: whatever it does to gradients it does itself, in its own order.
+first is given the gradients of the outputs, runs the step up to where the first gradients leave, and returns these;
+the next, to which a *token* leads, goes on from there. Between two nodes autograd adds to what is there, calls hooks
+and lets go: whatever it does to gradients it does itself, in its own order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Backward:
         shared = self._half.captured.step.ends.shared  # type: ignore[attr-defined]
         for number, (place, gradient) in enumerate(zip(places, found, strict=True)):
             if place in shared and gradient is not None:
-                self._loop.alone(*node.next_functions[first + number], gradient)
+                following, output = node.next_functions[first + number]
+                self._loop.alone(following, output, gradient)
         return found
 
     def _take(self, outputs: dict[int, Tensor]) -> None:
@@ -92,7 +93,7 @@ class _Rest(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor | None) -> Any:
         first = 0 if ctx.last else 1
         found = ctx.step.gradients(ctx.places, ctx, first)
         return None, None, None if ctx.last else torch.empty(0), *found

@@ -1,7 +1,7 @@
 """Which results of a step with a handover leave it before its end, and after which instruction.
 
-A gradient is of no more use to the step once its last reader has run, and the last reader of its parameter, which a hook
-of the caller may update. Those that leave at about the same time leave together, so that there are few stops.
+A gradient is of no more use to the step once its last reader has run, and the last reader of its parameter, which a
+hook of the caller may update. Those that leave at about the same time leave together, so that there are few stops.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class _Held:
     """What a half holds of memory: it may be closed again, where that was interrupted."""
 
     call: Call
-    program: Generator[list[Any], list[Any], list[Any]] | None = None
+    program: Generator[list[Any], list[Any] | None, list[Any]] | None = None
 
     def close(self) -> None:
         if self.program is not None:

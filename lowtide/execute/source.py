@@ -1,8 +1,8 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed. A step with a handover is a generator, which yields there, and where results leave. A collective is
-started where its op is, and waited for before the first instruction that is about what it makes.
+to know how far a step came that failed. A step with a handover is a generator, which yields there, and where results
+leave. A collective is started where its op is, and waited for before the first instruction that is about what it makes.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_what_is_still_read_must_not_be_changed_by_a_hook() -> None:
 
         handle = model.get_submodule(str(2 * LAYERS - 2)).weight.register_post_accumulate_grad_hook(halve)
         kind = (RuntimeError, lowtide.UsageError)[number]
-        with pytest.raises(kind, match="inplace operation|changed in place between forward and backward"):
+        with pytest.raises(kind, match=r"inplace operation|changed in place between forward and backward"):
             net(batch()).sum().backward()
         handle.remove()
         model.zero_grad()

@@ -31,7 +31,11 @@ class Names(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.recurrent, self.last = nn.Embedding(40, 32), nn.RNN(32, 64, batch_first=True), nn.Linear(64, 5)
+        self.embedding, self.recurrent, self.last = (
+            nn.Embedding(40, 32),
+            nn.RNN(32, 64, batch_first=True),
+            nn.Linear(64, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found, _ = self.recurrent(self.embedding(x))
