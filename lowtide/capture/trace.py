@@ -80,6 +80,7 @@ class Trace:
         numbers: Sequence[Place] = (),
         phantoms: set[str] = frozenset(),  # type: ignore[assignment]
         arrivals: Mapping[int, Arrival] = MappingProxyType({}),
+        hooked: bool = False,
     ) -> None:
         self.step, self.model, self.optimizer, self.numbers = step, model, optimizer, tuple(numbers)
         self.optimizers = optimizers_of(optimizer)
@@ -92,7 +93,8 @@ class Trace:
             for path, leaf in zip(self.batch_tree.paths(), self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
         }
-        refuse_odd({**self.tensors, **batch})
+        self.hooked = hooked
+        refuse_odd({**self.tensors, **batch}, hooked=hooked)
         self.device = one_device({**self.tensors, **batch})
         refuse_overlaps(self.tensors)
         self.parameters = [name for name, tensor in self.tensors.items() if isinstance(tensor, torch.nn.Parameter)]
@@ -357,6 +359,7 @@ class Trace:
             options=self.options,
             members=tuple(tuple(group["params"]) for one in self.optimizers for group in one.param_groups),
             guards=Guards(),
+            hooked=self.hooked,
             gradients={
                 name: name in self.gradients for name in trained if name in read_gradients or name not in self.gradients
             },

@@ -51,6 +51,7 @@ DOORS = {
     "attach",
     "evaluation",
     "frameworks",
+    "giving",
     "handover",
     "wrap",
     "scan",
