@@ -15,8 +15,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -403,8 +402,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[Any]:
     return [*{id(group): group for state in states for group in state._fsdp_param_groups}.values()]
 
 
-@dataclass(frozen=True)
-class Sharded:
+class Sharded(NamedTuple):
     """A parameter of which each rank has a part."""
 
     parameter: torch.Tensor  # as users have it, a DTensor

@@ -1,4 +1,4 @@
-"""One rank of a test of fully_shard: `python sharded.py SCENARIO RANK RANKS FOLDER`; it fails where one is not so.
+"""One rank of a test of fully_shard: `python sharded.py SCENARIO RANK RANKS FOLDER`; it fails where a claim is wrong.
 
 Every comparison is with plain fully_shard in the same processes, by torch.equal of what each rank has.
 """
