@@ -201,8 +201,6 @@ void give_back(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
   }
 }
 
-void lending_changes(int64_t nbytes);
-
 void release(void* pointer) {
   if (Arena* arena = arena_of(pointer)) {
     std::lock_guard<std::mutex> guard(ledger().lock);
@@ -216,8 +214,6 @@ void release(void* pointer) {
   }
   if (Step* step = stepping) {
     step->freed(block.number, block.nbytes);
-  } else {
-    lending_changes(-block.nbytes);
   }
   give_back(pointer, block.nbytes, block.free);
 }
@@ -232,9 +228,6 @@ class LowtideAllocator final : public c10::Allocator {
       if (void* place = step->place(nbytes)) {
         return {place, place, &release, c10::DeviceType::CPU};
       }
-    }
-    if (step == nullptr && nbytes > 0) {
-      lending_changes(nbytes);  // before it is there
     }
     c10::Allocator* maker = source.load();
     // While a step learns, its large blocks leave nothing behind in the heap, where its arena will not need them.
@@ -297,10 +290,6 @@ class Installation {
     }
   }
 
-  int64_t users() const {
-    return users_;
-  }
-
  private:
   bool install() {
     c10::Allocator* found = c10::GetCPUAllocator();
@@ -341,82 +330,6 @@ class Installation {
 
 Installation installation;
 
-// The arenas that wait for the next step, while others may have their memory. Guarded by the ledger's lock.
-class Lending {
- public:
-  // Whether there are any; read without the lock.
-  std::atomic<bool> any{false};
-
-  // From here on others may make so many bytes beside the arenas; for more, the arenas' pages go.
-  void lend(Arena* arena, int64_t beside) {
-    if (arena->lent || arena->empty || !installation.enter()) {
-      return;
-    }
-    try {
-      arenas_.push_back(arena);
-    } catch (const std::bad_alloc&) {
-      installation.leave();
-      return;
-    }
-    arena->lent = true;
-    left_ = beside;
-    any = true;
-    yield();
-  }
-
-  // Its owner has a use for it, or none any more.
-  void end(Arena* arena) {
-    if (arena->lent) {
-      arena->lent = false;
-      std::erase(arenas_, arena);
-      any = !arenas_.empty();
-      installation.leave();
-    }
-    if (arena->empty) {
-      arena->empty = false;
-      ledger().count(arena->nbytes);
-    }
-  }
-
-  void changes(int64_t nbytes) {
-    left_ -= nbytes;
-    yield();
-  }
-
-  int64_t lent() const {
-    return static_cast<int64_t>(arenas_.size());
-  }
-
- private:
-  void yield() {
-    if (left_ >= 0) {
-      return;
-    }
-    std::erase_if(arenas_, [](Arena* arena) {
-      if (!arena->empty_pages()) {
-        return false;
-      }
-      ledger().count(-arena->nbytes);
-      arena->lent = false;
-      installation.leave();
-      return true;
-    });
-    any = !arenas_.empty();
-  }
-
-  std::vector<Arena*> arenas_;
-  int64_t left_ = 0;  // bytes
-};
-
-Lending lending;
-
-void lending_changes(int64_t nbytes) {
-  if (lending.any.load(std::memory_order_relaxed)) {
-    std::lock_guard<std::mutex> guard(ledger().lock);
-    lending.changes(nbytes);
-  }
-}
-
 // A child must not inherit the lock from a thread that it does not have.
 void lock_before_fork() {
   ledger().lock.lock();
@@ -455,10 +368,8 @@ void write(const Meter& meter, int64_t* counters) {
 
 extern "C" {
 
-// Whether torch allocates through us for anybody but arenas that are lent.
 int64_t lowtide_installed() {
-  Guard guard(ledger().lock);
-  return c10::GetCPUAllocator() == &ours() && (lending.lent() == 0 || installation.users() > lending.lent());
+  return c10::GetCPUAllocator() == &ours();
 }
 
 // Returns the slot of a new meter, kRefused or kBusy.
@@ -537,27 +448,8 @@ Arena* lowtide_arena_map(int64_t nbytes) {
 // The arena is unmapped now, or when the last tensor in it is gone.
 void lowtide_arena_unmap(Arena* arena) {
   Guard guard(ledger().lock);
-  lending.end(arena);
   ledger().count(-arena->nbytes);
   arena->leave();
-}
-
-// Nobody steps in the arena: others may make so many bytes beside it before its pages go to the system.
-void lowtide_arena_lend(Arena* arena, int64_t beside) {
-  Guard guard(ledger().lock);
-  lending.lend(arena, beside);
-}
-
-// The arena is used again; pages that went come anew.
-void lowtide_arena_claim(Arena* arena) {
-  Guard guard(ledger().lock);
-  lending.end(arena);
-}
-
-// The bytes that the arena holds: none after its pages went.
-int64_t lowtide_arena_held(const Arena* arena) {
-  Guard guard(ledger().lock);
-  return arena->empty ? 0 : arena->nbytes;
 }
 
 // Where the allocations of each instruction go: those of instruction k are the entries from start[k] to start[k + 1].
@@ -630,8 +522,8 @@ void lowtide_step_resume(int64_t number, int64_t nbytes) {
   }
 }
 
-// Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, the
-// number of events that were written down, and the bytes that are outside the arena now.
+// Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, and
+// the number of events that were written down.
 void lowtide_step_read(const Step* step, int64_t* counters) {
   step->write(counters);
 }

@@ -118,18 +118,6 @@ class Arena {
     unmap_if_done();
   }
 
-  // Gives its pages to the system, and keeps its addresses; false where a tensor is in it.
-  bool empty_pages() {
-    if (!blocks_.empty() || madvise(base, (nbytes + kPage - 1) / kPage * kPage, MADV_DONTNEED) != 0) {
-      return false;
-    }
-    empty = true;
-    return true;
-  }
-
-  bool lent = false;   // it waits for the next step, and others may have its memory
-  bool empty = false;  // others had it: it has no pages
-
   int64_t blocks() const {
     return static_cast<int64_t>(blocks_.size());
   }
@@ -271,7 +259,6 @@ class Step {
     counters[1] = placed_;
     counters[2] = mismatches_;
     counters[3] = static_cast<int64_t>(events_.size() / 4);
-    counters[4] = outside_;
   }
 
   void write_events(int64_t* numbers) const {

@@ -58,7 +58,6 @@ class Step:
     outside: int = 0  # bytes: the most that it had outside the arena, beyond what was there when it began
     placed: int = 0  # allocations that had a place in the arena
     mismatches: int = 0  # allocations that did not follow the tape
-    left: int = 0  # bytes: what it has outside the arena at its end, beyond what was there when it began
     events: list[Event] = field(default_factory=list)  # of a step that learns
 
 
@@ -96,21 +95,6 @@ class Arena:
     def blocks(self) -> int:
         """How many tensors are in it."""
         return int(build.load().lowtide_arena_blocks(self.handle)) if self.close.alive else 0
-
-    @property
-    def held(self) -> int:
-        """The bytes of memory that it has now; none after others had it."""
-        return int(build.load().lowtide_arena_held(self.handle)) if self.close.alive else 0
-
-    def lend(self, beside: int) -> None:
-        """Until it is claimed others may allocate so many bytes beside it; for more, it has no memory any more."""
-        if self.close.alive:
-            build.load().lowtide_arena_lend(self.handle, beside)
-
-    def claim(self) -> None:
-        """Have its memory again."""
-        if self.close.alive:
-            build.load().lowtide_arena_claim(self.handle)
 
 
 def _there(nbytes: int) -> bool:
@@ -158,19 +142,12 @@ class Pool:
             arena = None
         if arena is None:
             arena = Arena(nbytes)
-        arena.claim()
         try:
             yield arena
         finally:
             with self._lock:
                 self._idle = sorted([*self._idle, arena], key=lambda one: one.nbytes)
             self._trim()
-
-    def lend(self, beside: int) -> None:
-        """Between steps: let others have the memory of the idle arenas once they make so many bytes beside them."""
-        with self._lock:
-            for arena in self._idle:
-                arena.lend(beside)
 
     def empty(self) -> None:
         """Give the idle arenas back, for somebody who needs the memory and has no use for them."""
@@ -180,9 +157,9 @@ class Pool:
             arena.close()
 
     def held(self) -> int:
-        """The bytes that the arenas have that are idle."""
+        """The bytes of all arenas that are idle."""
         with self._lock:
-            return sum(arena.held for arena in self._idle)
+            return sum(arena.nbytes for arena in self._idle)
 
     def before_fork(self) -> None:
         """Leave a child no idle arena: it would keep the pages that this process writes to from then on."""
@@ -271,9 +248,9 @@ def _end(number: int, step: Step) -> None:
     handle = library.lowtide_step_end(number)
     if not handle:
         return
-    counters = (ctypes.c_int64 * 5)()
+    counters = (ctypes.c_int64 * 4)()
     library.lowtide_step_read(handle, counters)
-    step.outside, step.placed, step.mismatches, length, step.left = counters
+    step.outside, step.placed, step.mismatches, length = counters
     numbers = (ctypes.c_int64 * (4 * length))()
     library.lowtide_step_take(handle, numbers)
     rows = zip(*(numbers[column::4] for column in range(4)), strict=True)

@@ -21,7 +21,6 @@ class Arrangement:
     def __init__(self, device: Device, arena: int, lessons: Lessons) -> None:
         self.beside: int | None = None  # bytes that must be there beside the arena, or a step raises an ArenaError and
         # has run nothing; None: it makes do with what there is
-        self.plain_peak: int | None = None  # bytes that the step holds without us; None: nobody has said
         self.device, self._arena, self._lessons = device, arena, lessons
         if self.nbytes:
             device.arenas.expect(self, self.nbytes)
@@ -59,14 +58,6 @@ class Arrangement:
             _without_arena(error.message, error.hint)
             return None
         return context
-
-    def lend(self, held: int) -> None:
-        """After a step that leaves so many bytes: others may have the arena where both were more than the plain peak.
-
-        Without us there is no arena between steps, but at some time the plain peak.
-        """
-        if self.plain_peak is not None and self._possible():
-            self.device.arenas.lend(self.plain_peak - held - self._arena)
 
     def _possible(self) -> bool:
         return self.device.missing() is None

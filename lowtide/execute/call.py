@@ -68,4 +68,3 @@ class Call:
         """After its end: let others learn from what it allocated."""
         if self._stepping is not None:
             lessons.learn(self._stepping.step)
-            self._arrangement.lend(lessons.before + self._stepping.step.left)

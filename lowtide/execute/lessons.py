@@ -24,7 +24,7 @@ class Lessons:
         self.temporaries: dict[int, tuple[int, int]] = {}  # op -> bytes: one piece, and here and there in the heap
         self._graph, self._program, self._nbytes = graph, program, nbytes
         here = [item.value for item in graph.inputs if item.home == "device"]
-        self.before = staging + sum(nbytes[value] for value in here)  # bytes, as the plan counts them
+        self._before = staging + sum(nbytes[value] for value in here)  # bytes, as the plan counts them
 
     def forget(self) -> None:
         """Let the next steps learn as the first ones did."""
@@ -34,7 +34,7 @@ class Lessons:
         """After a step: note its peak, or make the tape of what it allocated."""
         if self.tape is not None:
             self.mismatches += step.mismatches
-            peak = self.before + self._program.arena + step.outside
+            peak = self._before + self._program.arena + step.outside
             if step.mismatches and self.left:
                 self.tape = None  # the next step learns again, and shows whether the plan is to blame
                 self.peak = max(self.peak or 0, peak)
@@ -49,8 +49,8 @@ class Lessons:
         except ArenaError:  # the step is done all the same; the next one learns again
             return
         if all(item.persistent for item in self._graph.inputs):  # else something went that we did not see come
-            self._note(self.before + step.outside)
-            self.most = max(self.most or 0, self.before + self._program.arena + found.outside)
+            self._note(self._before + step.outside)
+            self.most = max(self.most or 0, self._before + self._program.arena + found.outside)
 
     def _note(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -248,7 +248,6 @@ class Maker:
         if self._ranks is not None:
             together = order(captured.graph, chosen.plan.program) if self._ranks.sharded else 0
             runner.gate = partial(self._ranks.ready, signature(seen) ^ together)
-        runner.arrangement.plain_peak = chosen.eager_peak
         call = self._manner.caller(runner)
         return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
@@ -377,9 +376,6 @@ class Maker:
         elif self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        if self.budget > eager_peak:  # no step needs more than eager's does, also where more may be had
-            with suppress(BudgetError):
-                return replace(planning.within(eager_peak, known=lowest, explain=False), budget=self.budget)
         return planning.within(self.budget, known=lowest, explain=effort.explain)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:

@@ -252,7 +252,7 @@ def test_convolutions_run_in_the_arena() -> None:
         twins.model.eval()(twins.example[0])  # outside the step, by turns
         twins.model.train()
     assert twins.train.mismatches == 0
-    assert twins.train.arena_bytes > 0
+    assert POOL.held() == twins.train.arena_bytes > 0
 
 
 def test_two_fitted_steps_by_turns_share_one_arena() -> None:
