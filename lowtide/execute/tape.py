@@ -100,7 +100,8 @@ def temporaries(
         if len(results) == len(fresh):
             piece, heap = found.get(run.op, (0, 0))
             temporaries = most(made[number]) - sum(block.nbytes for block in results)
-            found[run.op] = max(piece, height(arrange(passing, results))), max(heap, temporaries)
+            beside = results if graph.outliving.isdisjoint(fresh) else ()  # what the caller keeps is not in the arena
+            found[run.op] = max(piece, height(arrange(passing, beside))), max(heap, temporaries)
     return found
 
 

@@ -233,6 +233,17 @@ class Graph:
         return tuple(storages.get(item.storage, found.get(value, "device")) for value, item in enumerate(self.values))
 
     @cached_property
+    def outliving(self) -> frozenset[int]:
+        """The values that the caller has on the device after the step, in memory of its own."""
+        places = enumerate(zip(self.values, self.home, strict=True))
+        lasting, required = self.lasting_storages, self.required
+        return frozenset(
+            number
+            for number, (value, home) in places
+            if home == "device" and (value.storage in lasting or number in required)
+        )
+
+    @cached_property
     def effects(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each op those of its updates that outlive the step."""
         lasting = self.lasting_storages

@@ -122,7 +122,9 @@ def _costs(
             continue
         in_step = answer.get("in_step") if corrected else None
         seconds[index] = answer["seconds"] if in_step is None else in_step
-        in_arena[index], in_heap[index] = answer["arena_temporaries"], answer["heap_temporaries"]
+        apart = not graph.outliving.isdisjoint(graph.makes[index])  # what the caller keeps is not in the arena
+        in_arena[index] = answer["apart_temporaries" if apart else "arena_temporaries"]
+        in_heap[index] = answer["heap_temporaries"]
         for value, size in zip(op.outputs, answer["outputs"], strict=True):
             if value is not None and size is not None and graph.maker[value] == index:
                 nbytes[value] = size

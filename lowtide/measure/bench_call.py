@@ -121,11 +121,11 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
     pairs = _sits_on(call, room.arena_temporaries) if room is not None and not specimen["written"] else []
-    in_arena, in_heap = (room.arena_temporaries, room.heap_temporaries) if room is not None else (0, 0)
     return {
         "seconds": _seconds(call, room),
-        "arena_temporaries": in_arena,
-        "heap_temporaries": in_heap,
+        "arena_temporaries": 0 if room is None else room.arena_temporaries,
+        "apart_temporaries": 0 if room is None else room.apart_temporaries,
+        "heap_temporaries": 0 if room is None else room.heap_temporaries,
         "outputs": fresh,
         "in_place": pairs,
         "code": code,
@@ -146,7 +146,8 @@ def _code() -> int:
 class Room:
     """What a call allocates, each block with an offset in one arena."""
 
-    arena_temporaries: int  # bytes in one piece beside the results
+    arena_temporaries: int  # bytes in one piece beside the results, which are in the same arena
+    apart_temporaries: int  # bytes in one piece where the results are not
     heap_temporaries: int  # bytes of the heap at its peak, less those of the results
     arena: int  # bytes of all
     nbytes: list[int]
@@ -159,14 +160,23 @@ def _room(where: Device, function: Callable[[], Any]) -> tuple[Room, Any]:
         returned = function()
     blocks = blocks_of(step.events)
     results = [block for block in blocks if block.freed == NEVER]
-    places = arrange([block for block in blocks if block.freed != NEVER], results)
+    passing = [block for block in blocks if block.freed != NEVER]
+    places, apart = arrange(passing, results), arrange(passing, ())
     ends = list(accumulate((aligned(block.nbytes, where.alignment) for block in results), initial=height(places)))
     starts = [aligned(start, where.alignment) for start in ends]
     at = {block.made: start for block, start in zip(results, starts, strict=False)}
     at |= {place.block.made: place.offset + (at[place.under.made] if place.under else 0) for place in places}
     offset = [at[block.made] for block in blocks]
     in_heap = most(blocks) - sum(block.nbytes for block in results)
-    return Room(height(places), max(0, in_heap), starts[-1], [block.nbytes for block in blocks], offset), returned
+    room = Room(
+        arena_temporaries=height(places),
+        apart_temporaries=height(apart),
+        heap_temporaries=max(0, in_heap),
+        arena=starts[-1],
+        nbytes=[block.nbytes for block in blocks],
+        offset=offset,
+    )
+    return room, returned
 
 
 def _own_bytes(item: Any, call: Call) -> int | None:

@@ -16,6 +16,7 @@ ANSWER = record(
     {
         "seconds": amount,
         "arena_temporaries": whole(),
+        "apart_temporaries": whole(),
         "heap_temporaries": whole(),
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),

@@ -96,19 +96,12 @@ def _leaves(graph: Graph, block: Block) -> bool:
     """
     if block.first == BEFORE or not block.nbytes:
         return True
-    return not _away(graph, block) and any(_outlives(graph, held.value) for held in block.holds)
+    return not _away(graph, block) and any(held.value in graph.outliving for held in block.holds)
 
 
 def _away(graph: Graph, block: Block) -> bool:
-    return block.copied and block.offset >= 0 and _lasting(graph, block.holds[0].value)
-
-
-def _lasting(graph: Graph, value: int) -> bool:
-    return graph.home[value] == "device" and graph.values[value].storage in graph.lasting_storages
-
-
-def _outlives(graph: Graph, value: int) -> bool:
-    return _lasting(graph, value) or (graph.home[value] == "device" and value in graph.required)
+    """Whether a block is a copy of what the caller holds."""
+    return block.copied and block.offset >= 0 and graph.values[block.holds[0].value].storage in graph.device_storages
 
 
 def _in_arena(found: Lifetimes, at: list[int]) -> Placed:

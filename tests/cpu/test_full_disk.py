@@ -92,6 +92,7 @@ def test_a_book_that_cannot_be_written_is_no_failure(
     answer = {
         "seconds": 0.25,
         "arena_temporaries": 64,
+        "apart_temporaries": 64,
         "heap_temporaries": 64,
         "outputs": [128],
         "in_place": [],

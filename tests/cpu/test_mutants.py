@@ -145,6 +145,7 @@ def test_a_book_of_costs_gives_what_was_written_or_nothing(
     answer = {
         "seconds": 0.25,
         "arena_temporaries": 64,
+        "apart_temporaries": 64,
         "heap_temporaries": 64,
         "outputs": [128, None],
         "in_place": [[0, 1]],
