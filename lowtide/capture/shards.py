@@ -9,11 +9,14 @@ What the step does with shards beside that would be about a part of what its cod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from lowtide import private
 from lowtide.capture.ranks import COMMUTES
@@ -23,6 +26,35 @@ from lowtide.graph import Input
 from lowtide.kernels.collectives import GATHER
 
 CLEARS = frozenset({"aten.zero_.default", "aten.zeros_like.default"})  # gradients that stay, cleared
+
+
+# What a tensor is asked for that is another answer of a shard than of the whole parameter.
+SIZES = frozenset({"shape", "size", "numel", "nelement", "nbytes", "stride", "__len__"})
+TORCH = str(Path(torch.__file__).parent)
+BETWEEN = (f"{TORCH}/overrides.py", f"{TORCH}/_tensor.py")  # files of torch through which a question may come
+
+
+class _Asked(TorchFunctionMode):
+    """Refuses what the step's own code asks shards and their gradients about their sizes."""
+
+    def __init__(self, is_part: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._is_part = is_part
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "") or getattr(func, "__name__", "")
+        if name in SIZES and args and self._is_part(args[0]):
+            asking = sys._getframe(1)
+            while asking.f_code.co_filename in BETWEEN and asking.f_back is not None:
+                asking = asking.f_back
+            if not asking.f_code.co_filename.startswith((TORCH, str(Path(__file__).parents[1]))):
+                place = f"{Path(asking.f_code.co_filename).name}:{asking.f_lineno}"
+                raise CaptureError(
+                    f"{place}: the step asks a parameter of fully_shard, or its gradient, for its {name.strip('_')} "
+                    "outside of a layer's forward; this rank has a part of it only.",
+                    hint="ask before the step, and let the step read the number.",
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class Gathers:
@@ -50,7 +82,7 @@ class Gathers:
         wholes = [one for group in private.fsdp_groups(model) for one in private.fsdp_parameters(group)]
         self._parts = [_at(one) for one in wholes]
         try:
-            with private.fsdp_followed(self._enter, self._leave, self._return):
+            with private.fsdp_followed(self._enter, self._leave, self._return), _Asked(self._is_part):
                 yield
         finally:
             for group in [*self._around]:
@@ -61,6 +93,9 @@ class Gathers:
             self._nodes.clear()
             self._whole.clear()
             self._came_so_far.clear()
+
+    def _is_part(self, asked: Any) -> bool:
+        return any(asked is part or (asked is not None and asked is part.grad) for part in self._parts)
 
     def _enter(self, group: Any) -> None:
         """Before the forward of a layer."""

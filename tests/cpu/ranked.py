@@ -8,16 +8,29 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_rank import (
+    BATCH,
+    CLASSES,
+    FOLDER,
+    RANK,
+    RANKS,
+    STEPS,
+    WIDTH,
+    Step,
+    assert_same,
+    batch,
+    plain,
+    run,
+    state,
+    take_part,
+)
+from one_rank import assert_equal as equal_to
 from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -25,14 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from lowtide.errors import CaptureError, LowtideError, RankError, StepError, UsageError
 
-STEPS = 5
-WIDTH, CLASSES, BATCH = 64, 10, 256
-RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
-FOLDER = Path(sys.argv[4])
-
 SMALL = {"bucket_cap_mb": 0.02}  # MiB, so that there are several buckets
-
-Step = Callable[..., Any]
 
 
 class Perceptron(nn.Module):
@@ -74,20 +80,6 @@ def made(model: Callable[[], nn.Module] = Perceptron, **options: Any) -> tuple[D
     return ddp, optimizer
 
 
-def batch(number: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * number + RANK)
-    x = torch.randn(size, WIDTH, generator=generator)
-    return x, torch.randint(0, CLASSES, (size,), generator=generator)
-
-
-def plain(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def clipped(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     loss = F.cross_entropy(model(x), y)
     loss.backward()
@@ -123,39 +115,9 @@ def without_side(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Ten
     return loss.detach()
 
 
-def run(step: Callable[..., torch.Tensor], steps: range = range(STEPS)) -> list[torch.Tensor]:
-    return [step(*batch(number)) for number in steps]
-
-
-def state(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Parameters, buffers, gradients and the optimizer's state."""
-    found = [*model.state_dict().values()]
-    found += [torch.zeros(0) if one.grad is None else one.grad for one in model.parameters()]
-    for one in optimizer.state_dict()["state"].values():
-        found += [value for value in one.values() if isinstance(value, torch.Tensor)]
-    return found
-
-
-def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other)
-    for number, (first, second) in enumerate(zip(one, other, strict=True)):
-        assert torch.equal(first, second), f"tensor {number} of {len(one)} differs, of shape {tuple(first.shape)}"
-
-
-def assert_equal(
-    step: Step, budget: str | int, *, model: Callable[[], nn.Module] = Perceptron, **options: Any
-) -> lowtide.Fitted:
-    """The same steps by plain DDP and within the budget: losses, parameters, buffers, gradients, state; the meter."""
-    ddp, optimizer = made(model, **options)
-    losses = run(lambda *given: step(ddp, optimizer, *given))
-    ours, our_optimizer = made(model, **options)
-    fitted = lowtide.fit(step, ours, our_optimizer, example=batch(0), budget=budget, time_limit=0.5)
-    assert_same(losses, run(fitted))
-    assert_same(state(ddp, optimizer), state(ours, our_optimizer))
-    assert fitted.peak is not None
-    assert fitted.plan.budget is not None
-    assert fitted.peak <= fitted.plan.budget, (fitted.peak, fitted.plan.budget)
-    return fitted
+def assert_equal(step: Step, budget: str | int, **options: Any) -> lowtide.Fitted:
+    """The same steps by plain DDP and within the budget."""
+    return equal_to(step, budget, made, **options)
 
 
 # ------------------------------------------------------------------------------------------------------- the scenarios
@@ -387,14 +349,4 @@ def resume() -> None:
     assert_same(trained(False), trained(True))
 
 
-def main() -> None:
-    warnings.simplefilter("error", lowtide.LowtideWarning)
-    torch.set_num_threads(1)
-    store = distributed.FileStore(str(FOLDER / "store"), RANKS)
-    distributed.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
-    globals()[sys.argv[1]]()
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-main()
+take_part(globals())

@@ -5,34 +5,33 @@ Every comparison is with plain fully_shard in the same processes, by torch.equal
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from one_rank import BATCH, CLASSES, RANK, RANKS, WIDTH, Make, Step, assert_same, batch, own, plain, state, take_part
+from one_rank import assert_equal as equal_to
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import LowtideError, RankError
 
-STEPS = 5
-WIDTH, CLASSES, BATCH, DEPTH = 64, 10, 256, 3
-RANK, RANKS = int(sys.argv[2]), int(sys.argv[3])
-FOLDER = Path(sys.argv[4])
-
+DEPTH = 3  # blocks
+ASKED: dict[str, Callable[[Any], int]] = {
+    "shape": lambda weight: weight.shape[0],
+    "size": lambda weight: weight.size(0),
+    "numel": torch.numel,
+    "nbytes": lambda weight: weight.nbytes,
+    "len": len,
+}
 GATHER, SUM = "lowtide.gather.default", "lowtide.all_reduce.default"
-
-Step = Callable[..., Any]
-Make = Callable[..., tuple[nn.Module, Any]]
 
 
 class Block(nn.Module):
@@ -90,20 +89,6 @@ def tied() -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def batch(number: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * number + RANK)
-    x = torch.randn(size, WIDTH, generator=generator)
-    return x, torch.randint(0, CLASSES, (size,), generator=generator)
-
-
-def plain(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def twice(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     for half in (slice(0, 64), slice(64, None)):
         loss = F.cross_entropy(model(x[half]), y[half])
@@ -113,42 +98,9 @@ def twice(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) ->
     return loss.detach()
 
 
-def run(step: Callable[..., torch.Tensor], steps: range = range(STEPS)) -> list[torch.Tensor]:
-    return [step(*batch(number)) for number in steps]
-
-
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def state(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """What this rank has of parameters, buffers, gradients and the optimizer's state."""
-    found = [*model.state_dict().values()]
-    found += [torch.zeros(0) if one.grad is None else one.grad for one in model.parameters()]
-    for one in optimizer.state_dict()["state"].values():
-        found += [value for value in one.values() if isinstance(value, torch.Tensor)]
-    return found
-
-
-def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other)
-    for number, (first, second) in enumerate(zip(one, other, strict=True)):
-        assert type(first) is type(second), (number, type(first), type(second))
-        assert torch.equal(own(first), own(second)), f"tensor {number} of {len(one)} differs, {tuple(first.shape)}"
-
-
-def assert_equal(step: Step, budget: str | int, make: Make = made, **options: Any) -> lowtide.Fitted:
-    """The same steps by plain fully_shard and within the budget: losses, shards, gradients, state; the meter."""
-    model, optimizer = make(**options)
-    losses = run(lambda *given: step(model, optimizer, *given))
-    ours, our_optimizer = make(**options)
-    fitted = lowtide.fit(step, ours, our_optimizer, example=batch(0), budget=budget, time_limit=0.5)
-    assert_same(losses, run(fitted))
-    assert_same(state(model, optimizer), state(ours, our_optimizer))
-    assert fitted.peak is not None
-    assert fitted.plan.budget is not None
-    assert fitted.peak <= fitted.plan.budget, (fitted.peak, fitted.plan.budget)
-    return fitted
+def assert_equal(step: Step, budget: str | int, make: Make | None = None, **options: Any) -> lowtide.Fitted:
+    """The same steps by plain fully_shard and within the budget."""
+    return equal_to(step, budget, make or made, **options)
 
 
 def targets(fitted: lowtide.Fitted) -> list[str]:
@@ -244,6 +196,15 @@ def refused() -> None:
     def penalised(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         (F.cross_entropy(model(x), y) + model[0].weight.square().sum()).backward()
 
+    def asking(asked: Callable[[Any], int], model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        (F.cross_entropy(model(x), y) * asked(model[0].weight)).backward()
+        optimizer.step()
+
+    def clipped(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
     def two_forwards(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         (model(x) + model(x)).sum().backward()
 
@@ -253,6 +214,9 @@ def refused() -> None:
     expect("mesh", mesh=init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("copies", "shards")))
     expect("Adafactor", "AdamW", kind=torch.optim.Adafactor)
     expect("sharded.py:", "part of it", step=penalised)
+    for what, asked in ASKED.items():
+        expect("sharded.py:", f"for its {what}", step=partial(asking, asked))
+    expect("part of it", step=clipped)
     expect("runs twice", step=two_forwards)
     expect("offload", given={"offload": "disk"})
     expect("beside eager", given={"verify": 1})
@@ -275,14 +239,4 @@ def later() -> None:
     fitted(*batch(1))
 
 
-def main() -> None:
-    warnings.simplefilter("error", lowtide.LowtideWarning)
-    torch.set_num_threads(1)
-    store = distributed.FileStore(str(FOLDER / "store"), RANKS)
-    distributed.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
-    globals()[sys.argv[1]]()
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-main()
+take_part(globals())
