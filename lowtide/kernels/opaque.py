@@ -12,10 +12,12 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.allocator import hold
 from lowtide.private import opaque_description, opaque_memory, opaque_over
 
 BLOCK = 16  # channels
@@ -70,7 +72,8 @@ def closed(tensor: Tensor) -> Tensor:
     if nbytes != 4 * tensor.numel() or opaque_description(tensor) != description(sizes):
         return blocked(tensor.to_dense())
     memory = _holder(tensor.numel()).from_address(address)
-    memory.keep = tensor
+    memory.keep, memory.let_go = tensor, hold()
+    del tensor
     flat = torch.frombuffer(memory, dtype=torch.float32)
     return flat.as_strided(held(sizes), strides(held(sizes)))
 
@@ -163,4 +166,11 @@ def _sizes(tensor: Tensor) -> Sizes:
 @cache
 def _holder(count: int) -> type[ctypes.Array[ctypes.c_float]]:
     """Memory of so many floats that is another's, which it holds."""
-    return type("Holder", (ctypes.c_float * count,), {})
+    return type("Holder", (ctypes.c_float * count,), {"__del__": _give_back})
+
+
+def _give_back(holder: Any) -> None:
+    """Free the memory while the allocator that it goes back to is still in place: the library asks torch for that one."""
+    let_go, holder.keep = holder.let_go, None
+    if let_go is not None:
+        let_go()
