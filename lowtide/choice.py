@@ -25,7 +25,7 @@ from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
 from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload, seen_after
-from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
+from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness
 
 __all__ = [
     "ELSEWHERE",
@@ -223,6 +223,51 @@ def choose(
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
     error says what would fit if there were a place to go to that is only named (`could`).
     """
+    tried = _tried(graph, price, leave, say)
+    if tried:
+        try:
+            return _choose(graph, price, search, replace(leave, always=(*leave.always, *tried)), away, None, say)
+        except BudgetError:
+            say(f"nothing fits with {', '.join(map(str, tried))}: planning without")
+    return _choose(graph, price, search, leave, away, could, say)
+
+
+def _tried(graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> tuple[Rewrite, ...]:
+    """Of the bitwise rewrites that are taken by name, those with torch's bits and less time, as measured here."""
+    found: list[Rewrite] = []
+    for name in TRIED:
+        one = named(name)
+        if one is None or name not in leave.allowed:
+            continue
+        plain, other = (leave.apply(graph, more).graph for more in ((), (one.by(),)))
+        if plain.fingerprint == other.fingerprint:
+            say(f"{name}: there is nothing to do in this step")
+            continue
+        before, after = price(plain), price(other)
+        seconds = [sum(costs.seconds[op] for op in seen.ordinary) for seen, costs in ((plain, before), (other, after))]
+        if after.origin != "measured":
+            say(f"{name}: not taken, for only measured costs tell whether every bit is torch's")
+        elif after.differing:
+            targets = sorted({other.ops[op].target for op in after.differing})
+            say(f"{name}: not taken, for here {', '.join(targets)} has other bits than torch's")
+        elif seconds[1] >= seconds[0]:
+            say(f"{name}: not taken, for it would need {seconds[1]:.3g} s in place of {seconds[0]:.3g} s")
+        else:
+            say(f"{name}: taken, {seconds[1]:.3g} s in place of {seconds[0]:.3g} s, with torch's bits in every call")
+            found.append(one.by())
+    return tuple(found)
+
+
+def _choose(
+    graph: Graph,
+    price: Callable[[Graph], Costs],
+    search: Search,
+    leave: Leave,
+    away: Away | None,
+    could: Away | None,
+    say: Say,
+) -> Choice:
+    """The same for what is always done and what is not."""
     chooser = Chooser(graph, price, search, leave, say)
     if away is not None:
         _elsewhere(chooser, away)

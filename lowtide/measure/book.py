@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide import files
 from lowtide.files.cache import own_folder, read_own, trim
-from lowtide.files.shapes import Absent, Misshapen, amount, many, maybe, record, row, text, whole
+from lowtide.files.shapes import Absent, Misshapen, amount, flag, many, maybe, record, row, text, whole
 
 Answer = dict[str, Any]
 
@@ -21,6 +21,7 @@ ANSWER = record(
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),
         "code": whole(),
+        "exact": Absent(flag, True),  # whether a call of ours has torch's bits here
         "in_step": Absent(amount, None),  # seconds as steps saw them
     }
 )
