@@ -45,6 +45,7 @@ __all__ = [
 
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
+TRIALS = 4  # of a rewrite, each without the calls that lacked torch's bits in the one before
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
 
 
@@ -234,28 +235,37 @@ def choose(
 
 def _tried(graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> tuple[Rewrite, ...]:
     """Of the bitwise rewrites that are taken by name, those with torch's bits and less time, as measured here."""
-    found: list[Rewrite] = []
-    for name in TRIED:
-        one = named(name)
-        if one is None or name not in leave.allowed:
-            continue
-        plain, other = (leave.apply(graph, more).graph for more in ((), (one.by(),)))
-        if plain.fingerprint == other.fingerprint:
-            say(f"{name}: there is nothing to do in this step")
-            continue
-        before, after = price(plain), price(other)
-        seconds = [sum(costs.seconds[op] for op in seen.ordinary) for seen, costs in ((plain, before), (other, after))]
-        if after.origin != "measured":
+    found = [_with_bits(name, graph, price, leave, say) for name in TRIED if name in leave.allowed]
+    return tuple(one for one in found if one is not None)
+
+
+def _with_bits(
+    name: str, graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say
+) -> Rewrite | None:
+    """The rewrite without those ops whose trial showed other bits than torch's; None where it does not pay then."""
+    one, captured = named(name), {op.name for op in graph.ops}
+    assert one is not None
+    plain, without = leave.apply(graph, ()).graph, set[str]()
+    before = price(plain)
+    for _ in range(TRIALS):
+        rewrite = one.by("+".join(sorted(without)) or None)
+        changed = leave.apply(graph, (rewrite,)).graph
+        if changed.fingerprint == plain.fingerprint:
+            return None
+        costs = price(changed)
+        if costs.origin != "measured":
             say(f"{name}: not taken, for only measured costs tell whether every bit is torch's")
-        elif after.differing:
-            targets = sorted({other.ops[op].target for op in after.differing})
-            say(f"{name}: not taken, for here {', '.join(targets)} has other bits than torch's")
-        elif seconds[1] >= seconds[0]:
-            say(f"{name}: not taken, for it would need {seconds[1]:.3g} s in place of {seconds[0]:.3g} s")
-        else:
-            say(f"{name}: taken, {seconds[1]:.3g} s in place of {seconds[0]:.3g} s, with torch's bits in every call")
-            found.append(one.by())
-    return tuple(found)
+            return None
+        differing = {changed.ops[op].name for op in costs.differing}
+        if not differing:
+            seconds = [sum(of.seconds[op] for op in seen.ordinary) for seen, of in ((plain, before), (changed, costs))]
+            say(f"{name}: every call has torch's bits; {seconds[1]:.3g} s, {seconds[0]:.3g} s without")
+            return rewrite if seconds[1] < seconds[0] else None
+        if not differing <= captured - without:  # a conversion, which is nobody else's
+            break
+        without |= differing
+    say(f"{name}: not taken, for here some calls have other bits than torch's")
+    return None
 
 
 def _choose(

@@ -86,6 +86,8 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(builtins if name in EXTREMES else operator, name)
+    if target in blocked.TARGETS:
+        blocked.get_ready()
     return own(target) or forms.called(target) or bare_kernel(overload(target))
 
 

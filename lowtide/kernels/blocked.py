@@ -202,6 +202,12 @@ def _norm_backward(
     return made
 
 
+def get_ready() -> None:
+    """Find out what the ops ask for when they run, before a step does: it allocates."""
+    if works():
+        _rounding()
+
+
 @cache
 def _rounding() -> int | None:
     """How torch rounds inside of batch norm here, as blocked.cpp numbers it; None where ours does not give its bits."""

@@ -90,7 +90,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
-    Pass("blocked", "bitwise", lambda graph, _: blocked(graph)),
+    Pass("blocked", "bitwise", blocked),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

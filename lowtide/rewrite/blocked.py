@@ -19,23 +19,27 @@ from lowtide.kernels import blocked as ops
 from lowtide.kernels.opaque import BLOCK, Sizes, held, strides, works
 from lowtide.kernels.shapes import Shapes
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrites import Setting
 
 ADD_ITSELF = "aten.add_.Tensor"
 ELEMENTWISE = (RELU, RELU_ITSELF, RELU_BACKWARD, ADD, ADD_ITSELF)  # they do the same to every element, wherever it is
-SLICE = "aten.slice.Tensor"
 
 
-def blocked(graph: Graph) -> Graph:
-    """The graph with blocked values between convolutions; as it is where the layout is not the library's here."""
+def blocked(graph: Graph, without: Setting = None) -> Graph:
+    """The graph with blocked values between convolutions; as it is where the layout is not the library's here.
+
+    `without` names ops that stay torch's own, with a plus between them.
+    """
     if graph.device != "cpu" or not any(op.target == "aten.convolution.default" for op in graph.ops) or not works():
         return graph
-    return _Blocking(graph).run()
+    return _Blocking(graph, frozenset(str(without or "").split("+"))).run()
 
 
 class _Blocking:
     """A graph, of whose ops some get blocked values, one after the other."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, without: frozenset[str]) -> None:
+        self.without = without
         self.graph, self.editor = graph, Editor(graph)
         self.shapes = Shapes(graph.values, graph.views)
         self.sizes: dict[int, Sizes] = {}  # of blocked values, as if they were plain
@@ -43,14 +47,15 @@ class _Blocking:
         self.copies: dict[Read, int] = {}  # what is read of a value, in blocks
         self.stuck = {graph.values[value].storage for value in graph.required} | graph.lasting_storages
         for op in graph.ops:  # what is written to by others stays as they see it
-            if not (op.target in (RELU_ITSELF, ADD_ITSELF) and self._alike(op)):
+            usual = op.target in (RELU_ITSELF, ADD_ITSELF) and not op.forgotten and op.name not in without
+            if not (usual and self._alike(op)):
                 self.stuck |= {graph.values[old].storage for _, old in op.updates}
 
     def run(self) -> Graph:
         for index in self.graph.ordinary:
             op = self.graph.ops[index]
             rule = RULES.get(op.target)
-            if op.forgotten or rule is None or not rule(self, index, op):
+            if op.forgotten or op.name in self.without or rule is None or not rule(self, index, op):
                 self._leave(index, op)
         return self.editor.reordered() if self.sizes else self.graph
 
