@@ -239,9 +239,7 @@ def _tried(graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say
     return tuple(one for one in found if one is not None)
 
 
-def _with_bits(
-    name: str, graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say
-) -> Rewrite | None:
+def _with_bits(name: str, graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> Rewrite | None:
     """The rewrite without those ops whose trial showed other bits than torch's; None where it does not pay then."""
     one, captured = named(name), {op.name for op in graph.ops}
     assert one is not None

@@ -6,6 +6,7 @@ No other file reaches into torch (tests/pure/test_house.py), and each name has a
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -14,8 +15,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -413,10 +412,10 @@ def opaque_memory(tensor: torch.Tensor) -> tuple[int, int]:
     return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
 
 
-@cache
+@functools.cache
 def _functions() -> ctypes.CDLL:
     """The functions in C that compiled models call: those of the library that torch has loaded already."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 
 
 def opaque_over(address: int, sizes: Sequence[int], description: bytes) -> torch.Tensor:

@@ -23,7 +23,10 @@ from lowtide.kernels.opaque import BLOCK, Sizes, closed, fresh, opened, refuse_u
 
 SOURCE = Path(__file__).with_name("blocked.cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-ldl")
-ROUNDINGS = (15, *(number for number in range(16) if number != 15))  # of torch's batch norm and its gradient, as blocked.cpp numbers them
+ROUNDINGS = (
+    15,
+    *(number for number in range(16) if number != 15),
+)  # of torch's batch norm and its gradient, as blocked.cpp numbers them
 _SIZES = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding"
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _MEAN_WINDOW = "int[] kernel, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor"
@@ -85,7 +88,9 @@ SIGNATURES: native.Signatures = {
 def library() -> ctypes.CDLL | None:
     """Our kernels; None where they can't be compiled or loaded."""
     try:
-        return native.library(SOURCE, SIGNATURES, what="batch norm in blocks", flags=FLAGS, depends=(torch.__version__,))
+        return native.library(
+            SOURCE, SIGNATURES, what="batch norm in blocks", flags=FLAGS, depends=(torch.__version__,)
+        )
     except native.NativeUnavailable:  # the arena has said so
         return None
 
@@ -223,7 +228,8 @@ def _exact(rounding: int) -> bool:
         theirs = [tensor.clone() for tensor in mine]
         rest = (0.1, 1e-5, None, True)
         made = _norm(rounding, sizes, x, *mine, *rest)
-        expected = by_torch.norm(x, *theirs, *rest, sizes[0])
+        all_: tuple[Any, ...] = (x, *theirs, *rest, sizes[0])
+        expected = by_torch.norm(*all_)
         back = (gradient, x, mine[0], mine[1], *expected[1:], None)
         gradients = _norm_backward(rounding, sizes, True, *back)
         wanted = by_torch.norm_backward(*back, True, 1e-5, sizes[0])
@@ -359,12 +365,14 @@ def operations(target: str, args: Sequence[Any]) -> float:
         images = args[10 if back else 8]
         sides = (
             (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-            for size, pad, gap, kernel, step in zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
+            for size, pad, gap, kernel, step in zip(
+                x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
+            )
         )
         places = float(images)
         for side in sides:
             places *= side
-    return 2.0 * weight.numel() * places * (sum(args[9][:2]) if back else 1)
+    return float(2.0 * weight.numel() * places * (sum(args[9][:2]) if back else 1))
 
 
 def _checked(images: int, whole: Sequence[Tensor | None], channels: Sequence[Tensor | None]) -> Sizes:

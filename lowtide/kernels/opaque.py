@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -34,7 +34,7 @@ NUMBERS: Mapping[str, Callable[[int, int, int, int], int]] = {  # what a descrip
 }
 
 
-def strides(sizes: Sizes) -> tuple[int, int, int, int]:
+def strides(sizes: Sequence[int]) -> tuple[int, int, int, int]:
     """The strides of a blocked tensor as we hold it, for any sizes as we hold them."""
     _, _, height, width = sizes
     return (BLOCK * height * width, 1, BLOCK * width, BLOCK)
@@ -53,8 +53,9 @@ def fresh(like: Tensor, sizes: Sizes, dtype: torch.dtype | None = None) -> Tenso
 
 def refuse_unblocked(tensor: Tensor, images: int) -> Sizes:
     """The sizes of what a blocked tensor holds of so many images; anything else is refused."""
-    sound = tensor.dim() == 4 and tensor.shape[1] == BLOCK and images > 0 and tensor.shape[0] % images == 0
-    if not (sound and tensor.stride() == strides(tuple(tensor.shape)) and tensor.device.type in ("cpu", "meta")):
+    shape = tuple(tensor.shape)
+    sound = len(shape) == 4 and tensor.shape[1] == BLOCK and images > 0 and tensor.shape[0] % images == 0
+    if not (sound and tensor.stride() == strides(shape) and tensor.device.type in ("cpu", "meta")):
         raise ValueError(f"sizes {list(tensor.shape)}, strides {list(tensor.stride())} are no {images} blocked images")
     return (images, tensor.shape[0] // images * BLOCK, tensor.shape[2], tensor.shape[3])
 
@@ -71,7 +72,7 @@ def closed(tensor: Tensor) -> Tensor:
     address, nbytes = opaque_memory(tensor)
     if nbytes != 4 * tensor.numel() or opaque_description(tensor) != description(sizes):
         return blocked(tensor.to_dense())
-    memory = _holder(tensor.numel()).from_address(address)
+    memory: Any = _holder(tensor.numel()).from_address(address)
     memory.keep, memory.let_go = tensor, hold()
     del tensor
     flat = torch.frombuffer(memory, dtype=torch.float32)
@@ -153,7 +154,9 @@ def _round_trip() -> bool:
         mine = blocked(numbers)
         seen = opened(mine, images)
         opaque = _convolved(numbers[:, :BLOCK].contiguous(), channels)
-        if not torch.equal(seen.to_dense(), numbers) or not torch.equal(plain(closed(opaque), images), opaque.to_dense()):
+        if not torch.equal(seen.to_dense(), numbers) or not torch.equal(
+            plain(closed(opaque), images), opaque.to_dense()
+        ):
             return False
     return True
 
@@ -170,7 +173,7 @@ def _holder(count: int) -> type[ctypes.Array[ctypes.c_float]]:
 
 
 def _give_back(holder: Any) -> None:
-    """Free the memory while the allocator that it goes back to is still in place: the library asks torch for that one."""
+    """Free the memory while the allocator that it goes back to is in place: the library asks torch for that one."""
     let_go, holder.keep = holder.let_go, None
     if let_go is not None:
         let_go()

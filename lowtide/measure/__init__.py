@@ -233,5 +233,5 @@ def _how() -> list[str]:
     modules = (scratch, own, forms, sparse, blocked, blocked_plain, opaque)
     return [
         path.read_text(encoding="utf-8")
-        for path in (*here, *map(Path, (module.__file__ for module in modules)), *sources)
+        for path in (*here, *(Path(str(module.__file__)) for module in modules), *sources)
     ]

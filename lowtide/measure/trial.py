@@ -1,4 +1,4 @@
-"""Whether a call of ours has torch's bits: tried here, with these sizes and this number of threads, before it is used."""
+"""Whether a call of ours has torch's bits: tried with these sizes and this number of threads before it is used."""
 
 from __future__ import annotations
 

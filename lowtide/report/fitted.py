@@ -51,7 +51,9 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
     if changing := [one for one in summary.rewrites if one.exactness != "bitwise"]:
         rows.append(("rewritten", ", ".join(map(show_rewrite, changing)), KEEPS[exactness(changing)]))
     if tried := [one for one in summary.rewrites if one.name in TRIED]:
-        rows.append(("own kernels", ", ".join(map(show_rewrite, tried)), "tried here: torch's bits in every call, sooner"))
+        rows.append(
+            ("own kernels", ", ".join(map(show_rewrite, tried)), "tried here: torch's bits in every call, sooner")
+        )
     rows += show_offloaded(summary.offloaded)
     if summary.offloaded:
         rows.append(("pages in memory", show_bytes(measured.resident), "now, of offload files; beside the peak"))

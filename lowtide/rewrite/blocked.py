@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowtide.aten import ADD, RELU, RELU_BACKWARD, RELU_ITSELF
-from lowtide.graph import Arg, Graph, Op, Read, Value
+from lowtide.graph import Arg, Form, Graph, Op, Read, Value
 from lowtide.kernels import blocked as ops
 from lowtide.kernels.opaque import BLOCK, Sizes, held, strides, works
 from lowtide.kernels.shapes import Shapes
@@ -121,8 +121,9 @@ class _Blocking:
         return True
 
     def pool(self, index: int, op: Op) -> bool:
-        x, kernel, *rest = op.args
-        stride, padding, dilation, ceil = (*rest, *((), (0, 0), (1, 1), False)[len(rest) :])
+        x, kernel, *rest = tuple[Any, ...](op.args)
+        usual: tuple[Any, ...] = ((), (0, 0), (1, 1), False)
+        stride, padding, dilation, ceil = (*rest, *usual[len(rest) :])
         if not self._is_blocked(x) or not all(map(self._fits, op.outputs)):
             return False
         args = (self._in_blocks(x, index), kernel, stride or kernel, padding, dilation, ceil, self._images(x))
@@ -139,8 +140,9 @@ class _Blocking:
         return True
 
     def mean_pool(self, index: int, op: Op) -> bool:
-        x, kernel, *rest = op.args
-        stride, padding, ceil, counts, divisor = (*rest, *((), (0, 0), False, True, None)[len(rest) :])
+        x, kernel, *rest = tuple[Any, ...](op.args)
+        usual: tuple[Any, ...] = ((), (0, 0), False, True, None)
+        stride, padding, ceil, counts, divisor = (*rest, *usual[len(rest) :])
         if not self._is_blocked(x) or not self._fits(op.outputs[0]):
             return False
         args = (self._in_blocks(x, index), kernel, stride or kernel, padding, ceil, counts, divisor, self._images(x))
@@ -262,7 +264,7 @@ class _Blocking:
         return Read(self.copies[arg])
 
     def _channels(self, read: Read) -> tuple[int, int] | None:
-        """From which channel to before which a view of a blocked value sees it, if it sees whole blocks of each image."""
+        """From which channel to before which a view of a blocked value sees it, if it sees whole blocks."""
         if read.view is None or read.value not in self.sizes:
             return None
         view, channels = self.graph.views[read.view], self.sizes[read.value][1]
@@ -276,10 +278,10 @@ class _Blocking:
         """Add an op before this one that makes a value of another: that value."""
         item, beside = self.graph.values[of], self.graph.ops[index]
         kind = item.kind if item.kind in ("activation", "activation gradient") else "activation"
-        form = "plain" if target == ops.FROM_BLOCKED else "blocked"
+        form: Form = "plain" if target == ops.FROM_BLOCKED else "blocked"
         made = self.editor.value(replace(item, name=f"{how} {item.name}", kind=kind, eager_end=-1, form=form))
         name = f"{how}_{item.name.replace(' ', '_')}_{made}"
-        where = {"phase": beside.phase, "module": beside.module, "source": beside.source}
+        where: dict[str, Any] = {"phase": beside.phase, "module": beside.module, "source": beside.source}
         self.editor.put(index, 0, index, Op(name=name, target=target, args=args, outputs=(made,), **where))
         return made
 
