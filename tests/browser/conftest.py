@@ -15,6 +15,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 FLAGS += ["--disable-component-update", "--disable-sync"]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = f"there is no browser: none of {', '.join(NAMES)} is on the path. `make browser` installs one."
+PATIENCE = 180_000  # milliseconds: a machine may be busy
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +40,7 @@ def opening(browser: Any) -> Iterator[Opening]:
         context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=theme, has_touch=touch, offline=True
         )
+        context.set_default_timeout(PATIENCE)
         one = Opened(context.new_page())
         one.page.on("console", lambda message: one.complaints.append(message.text))
         one.page.on("pageerror", lambda error: one.complaints.append(str(error)))
