@@ -23,7 +23,7 @@ from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, Rewritten, apply
+from lowtide.rewrite import EXACT, Rewritten, Trail, apply
 from lowtide.rewrites import TRIED, Rewrite, exactness
 from lowtide.simulate import simulate
 
@@ -45,6 +45,7 @@ class Effort:
     explain: bool = True  # whether an error must say what would fit; else it may come at once
 
 
+LOOK = Effort(0.0, explain=False)  # enough to see whether anything fits
 Search = Callable[[Graph, Costs, int, Effort], Plan]  # graph, costs, eager's peak, and how hard it tries
 Say = Callable[[str], None]
 
@@ -99,12 +100,15 @@ class Chooser:
         self.eager: int | None = None  # bytes
         self.closed: set[tuple[str, ...]] = set()  # techniques that split, and are above the budget whatever is lost
         self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
+        self.trail, self.few = Trail(), Trail()  # the passes that were last run, and those with few parts
         self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by the parts in which it runs
         self.planned = 0  # ops of the graphs that were planned
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
+        self.effort = Effort(explain=not self.leave.allowed.lossy)
         self.mildly(besides)
+        self.effort = Effort()
         self.lossily(besides)
 
     def mildly(self, besides: tuple[Rewrite, ...]) -> None:
@@ -120,7 +124,7 @@ class Chooser:
             if self.best is None:
                 self.at_level(level, besides)
         if self.best is None and self.effort.explain:
-            self.explain(self.leave.after(self.graph, ())[1:], besides)
+            self.explain(self.leave.after(self.graph, ()), besides)
 
     def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
@@ -128,7 +132,7 @@ class Chooser:
             if self.take((*mild, *besides)):
                 break
             if not number and self.best is None:  # nothing exact fits
-                self.best = self.split((), besides, milds[1:])
+                self.best = self.split((), besides, milds[1:], self.effort)
                 break
 
     def take(self, rewrites: tuple[Rewrite, ...]) -> bool:
@@ -145,12 +149,14 @@ class Chooser:
             self.best = found
         return exact and found.plan.seconds <= found.plan.base_seconds * (1 + WORTH)  # too little is left to save
 
-    def attempt(self, rewrites: tuple[Rewrite, ...], quicker: float | None = None) -> Choice | None:
+    def attempt(
+        self, rewrites: tuple[Rewrite, ...], quicker: float | None = None, effort: Effort | None = None
+    ) -> Choice | None:
         """A plan of the graph after these passes that takes less seconds than this; None: there is none."""
         self.fits = False
         if exactness(rewrites) != "bitwise":
             self.say(f"trying {', '.join(map(str, rewrites))}")
-        rewritten = self.leave.apply(self.graph, rewrites)
+        rewritten = self.leave.apply(self.graph, rewrites, self.trail)
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
         if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
             return None  # a technique found nothing to do here: the same was planned without it
@@ -167,12 +173,12 @@ class Chooser:
             return None
         self.planned += len(candidate.ops)
         try:
-            found = replace(self.search(candidate, costs, self.eager, self.effort), rewrites=rewritten.rewrites)
+            found = self.search(candidate, costs, self.eager, effort or self.effort)
         except BudgetError as error:
             self.failure = min(self.failure or error, error, key=least_of)
             return None
         self.fits = True
-        return Choice(candidate, costs, found, self.eager)
+        return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), self.eager)
 
     def quickest(self, graph: Graph, costs: Costs, *, exact: bool) -> float:
         """Seconds that no plan takes less than: those of all ops once, and of the copies of what lives elsewhere."""
@@ -200,7 +206,8 @@ class Chooser:
         """Plan the step with these lossy techniques, each tuple with harsher settings than the one before.
 
         The first settings with which anything fits are kept; then each technique but the last is left out again, or a
-        milder one takes its place, where something fits without it.
+        milder one takes its place, where something fits without it. Looks are enough for all of that; what is left is
+        planned as hard as any step.
         """
         if self.hopeless(level[-1]):
             return
@@ -208,13 +215,26 @@ class Chooser:
             milds = self.leave.after(self.graph, lossy)
             if any(IN_PARTS in _names(mild) for mild in milds):  # which needs less than any other
                 milds = [mild for mild in milds if not mild or IN_PARTS in _names(mild)]
-            self.best = self.split(lossy, besides, milds)
+            self.best = self.split(lossy, besides, milds, LOOK)
             if self.best is not None:
                 self.relent(lossy, besides)
+                self.best = self.searched(self.best)
                 return
 
+    def searched(self, found: Choice) -> Choice:
+        """What a look found, or a quicker plan of the same graph."""
+        try:
+            plan = self.search(found.graph, found.costs, found.eager_peak, replace(self.effort, explain=False))
+        except BudgetError:
+            return found
+        return replace(found, plan=replace(plan, rewrites=found.plan.rewrites)) if _is_quicker(plan, found) else found
+
     def split(
-        self, lossy: tuple[Rewrite, ...], besides: tuple[Rewrite, ...], milds: Sequence[tuple[Rewrite, ...]]
+        self,
+        lossy: tuple[Rewrite, ...],
+        besides: tuple[Rewrite, ...],
+        milds: Sequence[tuple[Rewrite, ...]],
+        effort: Effort,
     ) -> Choice | None:
         """The quickest plan with these techniques and some way to split: of each way the finest parts come first.
 
@@ -228,7 +248,7 @@ class Chooser:
                     return best
                 if self.hopeless((*mild, *lossy)):
                     break
-                found = self.attempt((*mild, *lossy, *besides), None if best is None else best.plan.seconds)
+                found = self.attempt((*mild, *lossy, *besides), None if best is None else best.plan.seconds, effort)
                 if found is None:
                     break
                 best = found
@@ -239,7 +259,7 @@ class Chooser:
         for _, way in groupby(milds, key=_names):
             *_, finest = way
             graph = self.leave.apply(self.graph, (*finest, *besides)).graph
-            if len(graph.ops) > MANY_OPS or self.eager is None:
+            if self.eager is None or (finest and len(graph.ops) > MANY_OPS):
                 continue
             try:
                 self.search(graph, self.price(graph), self.eager, Effort(0.0))
@@ -256,7 +276,8 @@ class Chooser:
                 continue
             for instead in self.leave.milder(self.graph, one):
                 fewer = tuple(new for old in lossy for new in (instead if old is one else (old,)))
-                found = None if self.hopeless((*mild, *fewer)) else self.attempt((*mild, *fewer, *besides))
+                hopeless = self.hopeless((*mild, *fewer))
+                found = None if hopeless else self.attempt((*mild, *fewer, *besides), effort=LOOK)
                 if found is not None:
                     self.best, lossy = found, fewer
                     break
@@ -274,7 +295,7 @@ class Chooser:
         seen = tuple(replace(one, setting=2) if one.name == IN_PARTS else one for one in rewrites)
         key = " ".join(map(str, sorted(seen, key=lambda one: one.name)))
         if key not in self.seen:
-            self.seen[key] = self.leave.apply(self.graph, seen).graph
+            self.seen[key] = self.leave.apply(self.graph, seen, self.few).graph
         graph = self.seen[key]
         examples = 0 if self.leave.resized is None else self.leave.resized.examples
         half, share = examples // 2, 1.0
@@ -294,6 +315,10 @@ class Chooser:
         """By what the parts are known in which products run: the same ones need the same, whatever else is lost."""
         unalike = self.leave.unalike(rewrites)
         return " ".join(sorted(str(one) for one in rewrites if one.exactness == "rounding" or one not in unalike))
+
+
+def _is_quicker(plan: Plan, found: Choice) -> bool:
+    return plan.seconds < found.plan.seconds
 
 
 def least_of(error: BudgetError) -> float:

@@ -42,6 +42,15 @@ class Computed:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """An output of the graph that is the gradient of something, and may leave the step as soon as it is made."""
+
+    output: int  # its place among the outputs
+    source: int  # the place of what it is the gradient of among all that get one
+    parameter: str = ""  # the name of that parameter: whoever is given the gradient may update it
+
+
+@dataclass(frozen=True)
 class Captured:
     """A step as data, bound to the caller's model and optimizers."""
 
@@ -64,6 +73,8 @@ class Captured:
     trained: tuple[str, ...]  # parameters whose gradient the step makes, clears or leaves alone
     trains: frozenset[str]  # parameters and buffers that require a gradient
     prepare: Callable[..., None]  # makes the optimizer's state, as the optimizer itself would, where it is missing
+    leaving: tuple[Leaving, ...] = ()  # what may leave before the end of a step in halves
+    hooked: bool = False  # parameters may have hooks, for who calls the step sees to it that they run
 
     @property
     def foreseen(self) -> bool:

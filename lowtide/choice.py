@@ -24,7 +24,7 @@ from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, Rewritten, apply, leaving_bytes, named, offload, seen_after
+from lowtide.rewrite import EXACT, Rewritten, Trail, apply, leaving_bytes, named, offload, seen_after
 from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness
 
 __all__ = [
@@ -190,9 +190,9 @@ class Leave:
         settings = one.settings(graph, self.resized)
         return [one.by(setting) for setting in (settings if said is None else settings and (said,))]
 
-    def apply(self, graph: Graph, rewrites: Iterable[Rewrite]) -> Rewritten:
+    def apply(self, graph: Graph, rewrites: Iterable[Rewrite], trail: Trail | None = None) -> Rewritten:
         """The graph after these passes and all that keep every bit."""
-        return apply(graph, (*EXACT, *self.always, *rewrites), self.resized)
+        return apply(graph, (*EXACT, *self.always, *rewrites), self.resized, trail)
 
 
 EXACTLY = Leave()

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lowtide import private, tree
 from lowtide.capture import capture
-from lowtide.captured import Captured
+from lowtide.captured import Captured, Leaving
 from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Half, Halves
 from lowtide.fit import Fit, Fitted, Manner, Request
+from lowtide.giving import handed_over
 from lowtide.guards import Place
 
 # How a gradient comes back: laid out as its output, in the order of its sizes, one number for all, or with these
@@ -81,14 +82,16 @@ class Loop:
         for handle in self._waiting:
             handle.remove()
         self._waiting = ()
+        if private.current_node() is None:  # a backward that failed in a hook: torch still holds its nodes
+            for one in [one for one in self._begun if one.stopped]:
+                one.close()
         with _said(self._model):
             half: Half = self.fitted(*detached((args, kwargs)))
         self._begun.difference_update([one for one in self._begun if one.done])
         self._begun.add(half)
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        sources = sources_of(self._model, args, kwargs)
-        roots = _Handover.apply(half, ends.roots, self, *sources)  # type: ignore[no-untyped-call]
+        roots = handed_over(half, self, sources_of(self._model, args, kwargs), ends.roots)
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -131,6 +134,14 @@ class Loop:
             handle.remove()
             given = found[output]
             if given is None or (given.data_ptr(), private.version_of(given)) != expected:
+                weight = getattr(node, "variable", None)
+                if weight is not None and private.gradient_hooks(weight):
+                    raise UsageError(
+                        f"{self._uses} has a hook that changes its gradient (register_hook), so it can't be seen "
+                        "whether others added to it, which eager would do in another order.",
+                        hint="change it in a hook that runs after (register_post_accumulate_grad_hook), or after "
+                        "backward(); or give the whole step to lowtide.fit.",
+                    )
                 raise UsageError(
                     f"{self._uses} has another gradient from elsewhere in the same backward: eager would add them up "
                     "in another order, and the last bits would differ. Some gradients of this backward are there, some "
@@ -166,7 +177,7 @@ class Loop:
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
         step = Whole(self._forward, self._habits, self._autocast)
-        captured = capture(step, request.model, None, batch, numbers=numbers)
+        captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
             raise CaptureError(
@@ -174,7 +185,8 @@ class Loop:
                 hint="return it from the forward, or give the whole step to lowtide.fit; what is kept of one call "
                 "for all others (lru_cache) may be called once before.",
             )
-        return replace(captured, gradients={}, trained=())  # gradients are autograd's business
+        # Gradients are autograd's business.
+        return replace(captured, gradients={}, trained=(), leaving=_leaving(captured, request.model))
 
 
 def _halves(fit: Fit) -> Halves:
@@ -241,32 +253,17 @@ class Whole:
         return roots, others, gradients, given
 
 
-class _Handover(torch.autograd.Function):
-    """A step in halves, as autograd sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, half: Half, roots: int, loop: Loop, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.half, ctx.loop = half, loop
-        ctx.set_materialize_grads(False)
-        # Others than those that the step holds: these lead to it, and nobody could ever let go of the circle.
-        return tuple(output.detach() for output in half.outputs[:roots])
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> Any:
-        """What the loss does not use has no gradient, and neither have the sources that only it depends on."""
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "a gradient of a gradient is asked for (create_graph=True), which a planned forward does not have.",
-                hint="leave create_graph out, or give the whole step, penalty and all, to lowtide.fit.",
-            )
-        found = [one for one in given if one is not None]
-        if not found:
-            return (None,) * len(ctx.needs_input_grad)
-        ctx.half = ctx.loop.meet(ctx.half, given)
-        _, _, gradients, _ = ctx.half.finish(found)
-        for place in ctx.half.captured.step.ends.shared:
-            ctx.loop.alone(*ctx.next_functions[place], gradients[place])
-        return None, None, None, *gradients
+def _leaving(captured: Captured, model: nn.Module) -> tuple[Leaving, ...]:
+    """The outputs that are gradients, and of what."""
+    results, _ = captured.results.build(captured.result_leaves)
+    names = {id(slot.holder[slot.key]): name for name, slot in captured.slots.items()}
+    trained = [names.get(id(one), "") for one in model.parameters() if one.requires_grad]
+    gradients = enumerate(results[2])
+    return tuple(
+        Leaving(leaf, place, trained[place] if place < len(trained) else "")
+        for place, leaf in gradients
+        if isinstance(leaf, int)
+    )
 
 
 def _first_habits(result: Any, roots: Sequence[Tensor]) -> list[Habit]:

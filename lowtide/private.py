@@ -5,6 +5,7 @@ No other file reaches into torch (tests/pure/test_house.py), and each name has a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -14,8 +15,8 @@ import random
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -392,6 +393,135 @@ def release_reducer(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """Free the buckets that DDP keeps, as large as all gradients, until a step without lowtide wants them again."""
     for key in ("reducer", "logger"):
         setattr(ddp, key, _Released(ddp, key))
+
+
+def fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether fully_shard has made a module's parameters shards; where nobody has imported it, nobody has."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def fsdp_groups(model: torch.nn.Module) -> list[Any]:
+    """The groups of parameters that fully_shard gathers together."""
+    states: list[Any] = [one._get_fsdp_state() for one in model.modules() if fully_sharded(one)]  # type: ignore[operator]
+    return [*{id(group): group for state in states for group in state._fsdp_param_groups}.values()]
+
+
+class Sharded(NamedTuple):
+    """A parameter of which each rank has a part."""
+
+    parameter: torch.Tensor  # as users have it, a DTensor
+    local: torch.Tensor  # the part of this rank
+    size: tuple[int, ...]  # of the whole
+    places: tuple[tuple[torch.nn.Module, str], ...]  # where it is, several if it is shared
+    made: Callable[[torch.Tensor], torch.Tensor]  # a tensor like the part, as a DTensor
+
+
+def fsdp_parameters(group: Any) -> list[Sharded]:
+    """The parameters of a group."""
+    found = []
+    for one in group.fsdp_params:
+        info = one._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        places = ((info.module, info.param_name), *shared)
+        whole = one.sharded_param
+        found.append(Sharded(whole, whole._local_tensor, tuple(one._orig_size), places, one.to_sharded_dtensor))
+    return found
+
+
+def fsdp_told(group: Any) -> list[tuple[bool, str, str]]:
+    """What fully_shard can be told of a group beside which parameters it has: whether it was, what, and what to do."""
+    mesh, policy, params = group.mesh_info, group.mp_policy, group.fsdp_params
+    own = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole = mesh.mesh.ndim == 1 and (mesh.shard_mesh_rank, mesh.shard_mesh_size) == own
+    whole = whole and mesh.reduce_scatter_process_group in (None, torch.distributed.group.WORLD)
+    usual = ("DefaultAllGather", "DefaultReduceScatter")
+    comms = (type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__)
+    kinds = {one.sharded_param.dtype for one in params}
+    cast = any((policy.param_dtype, policy.reduce_dtype, policy.output_dtype))
+    return [
+        (cast, "a mixed precision policy", "use torch.autocast inside the step"),
+        (any(one.offload_to_cpu for one in params), "an offload policy", "leave it out: parameters are on the CPU"),
+        (not whole, "a mesh of its own", "shard over all ranks, in their order"),
+        (any(one.fsdp_placement.dim for one in params), "shards of another dimension than the first", "shard that one"),
+        (any(one.is_dtensor for one in params), "parameters that were DTensors before", "leave tensor parallelism out"),
+        (not kinds <= {torch.float32, torch.bfloat16}, f"parameters of {kinds}", "use float32 or bfloat16"),
+        (any(_extended(one) for one in params), "parameters with all-gathers of their own", "use plain parameters"),
+        (comms != usual or group._all_reduce_hook is not None, "collectives of its own", "leave them out"),
+        (not group.reduce_grads, "set_requires_gradient_sync(False)", "accumulate inside the step, in one backward"),
+        (group.gradient_divide_factor is not None, "set_gradient_divide_factor", "scale the loss"),
+        (group.reduce_scatter_unused_params, "zeros for unused parameters", "leave that out"),
+        (group.force_sum_reduction_for_comms, "set_force_sum_reduction_for_comms", "leave it out"),
+    ]
+
+
+def _extended(param: Any) -> bool:
+    return hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
+
+
+@contextlib.contextmanager
+def fsdp_followed(
+    enter: Callable[[Any], None], leave: Callable[[Any], None], backward: Callable[[Any], None]
+) -> Iterator[None]:
+    """In the block the hooks of fully_shard do nothing but call these, with a group: around the forward of its modules
+    and before their backward.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    def before(group: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        enter(group)
+        return args, kwargs
+
+    def after(group: Any, module: Any, given: Any, output: Any) -> Any:
+        leave(group)
+        return output
+
+    def returned(state: Any, output: Any) -> Any:
+        def begins(_: torch.Tensor) -> None:
+            for group in state._fsdp_param_groups:
+                backward(group)
+
+        for leaf in torch.utils._pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(begins)
+        return output
+
+    ours: list[tuple[Any, str, Any]] = [
+        (FSDPParamGroup, "pre_forward", before),
+        (FSDPParamGroup, "post_forward", after),
+        (FSDPParamGroup, "_prefetch_unshard", staticmethod(lambda *_: None)),
+        (FSDPState, "_root_pre_forward", lambda state, module, args, kwargs: (args, kwargs)),
+        (FSDPState, "_register_pre_backward_hook", returned),
+    ]
+    usual = [(owner, name, vars(owner)[name]) for owner, name, _ in ours]
+    try:
+        for owner, name, function in ours:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, function in usual:
+            setattr(owner, name, function)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Tensors cut into so many pieces along their rows, padded; the first pieces of all in the first row, and so on."""
+    found: torch.Tensor = torch._chunk_cat([*tensors], dim=0, num_chunks=count)
+    return found
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this rank has of a DTensor; other tensors are whole."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def put_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    """Put a tensor in the place of a parameter, as fully_shard does."""
+    if getattr(module.__setattr__, "__func__", None) is torch.nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)  # of layers that keep lists of their parameters
 
 
 def keep_fraction(fraction: float) -> None:

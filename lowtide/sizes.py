@@ -40,7 +40,7 @@ class Sizes:
     budget: int  # bytes
     points: tuple[Size, ...]  # by batch; at least one has a plan
     largest: Mapping[str, int | None]  # for each way the largest batch that fits; None: none does
-    corrections: Mapping[str, tuple[float, float]]  # real steps over the sums of their ops, at the ends of the measured
+    corrections: Mapping[str, tuple[float, ...]]  # real steps over the sums of their ops, at each measured size
 
     @property
     def knee(self) -> int:

@@ -2,24 +2,26 @@
 
 A step is captured and its ops are measured at a few sizes, each four times the one before; between them, and beyond the
 last, the bytes and seconds of its values and ops follow a straight line. So do peaks, nearly: the largest batch takes
-few tries. Real steps at the smallest and the largest of these sizes say by how much a step differs from the sum of
-its ops. Nothing is trained at any other size.
+few tries. Real steps at these sizes say by how much a step differs from the sum of its ops. Nothing is trained at any
+other size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
+from lowtide import device
 from lowtide.batch.scale import Parts, Price, Progress, Scale
 from lowtide.budget import free_memory
 from lowtide.choice import Away, Effort, Leave, Offload, choose
 from lowtide.costs import Costs
+from lowtide.device import Device
 from lowtide.errors import BudgetError
 from lowtide.fit import fit
 from lowtide.graph import Graph
@@ -33,12 +35,14 @@ from lowtide.sizes import Size, Sizes, Way
 
 __all__ = ["Levers", "Parts", "batch_sizes"]
 
-WARM_UPS, STEPS = 2, 3  # real steps: those ahead, which learn, and those whose median is compared with their ops
+WARM_UPS = 6  # real steps ahead, which learn: the first ones are timed op by op
+STEPS = (3, 15)  # real steps whose median is compared with their ops: at least, and at most
+LONG_ENOUGH = 1.0  # seconds of such steps
 ROOM = 0.7  # of the memory that is free, in which real steps may run
 PARTS = 16  # that a step may be split into, where nobody says how many: its graph grows with them
 ALWAYS = {one.name for one in EXACT}
 
-Corrections = dict[str, tuple[float, float]]
+Corrections = dict[str, tuple[float, ...]]  # of each way, one for each size that was measured
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def batch_sizes(
             least=needs,
         )
     largest |= {**(others if len(others) > 1 else {}), "plan": most}
-    corrections = curve.compare() if real else dict.fromkeys(("eager", "plan"), (1.0, 1.0))
+    corrections = curve.compare() if real else dict.fromkeys(("eager", "plan"), (1.0,) * len(scale.steps))
     points = [curve.point(batch, corrections) for batch in curve.shown(largest)]
     return Sizes(budget, tuple(points), largest, corrections)
 
@@ -142,12 +146,13 @@ class _Curve:
         return said or not isinstance(one.setting, int) or one.setting <= PARTS
 
     def compare(self) -> Corrections:
-        """Real steps over the sum of their ops, at the least and the most size that was measured."""
-        ends = (self.scale.steps[0], self.scale.steps[-1])
+        """Real steps over the sum of their ops, at each size that was measured; where none can run, as at the next."""
         found: Corrections = {}
         for way, steps in {"eager": self._eager_steps, "plan": self._planned_steps}.items():
-            low, high = (steps(batch) for batch in ends)
-            found[way] = (low or high or 1.0, high or low or 1.0)
+            seen = {batch: more for batch in self.scale.steps if (more := steps(batch)) is not None} or {1: 1.0}
+            found[way] = tuple(
+                seen[min(seen, key=lambda other: abs(math.log(other / batch)))] for batch in self.scale.steps
+            )
         return found
 
     def _eager_steps(self, batch: int) -> float | None:
@@ -157,7 +162,8 @@ class _Curve:
             return None
         self.scale.tell(f"running eager steps of a batch of {batch}")
         parts = self.scale.make(batch)
-        return _median(lambda: parts.step(parts.model, parts.optimizer, *parts.example)) / eager.seconds
+        where = device.of(self.scale.seen(batch).device)
+        return _median(lambda: parts.step(parts.model, parts.optimizer, *parts.example), where) / eager.seconds
 
     def _planned_steps(self, batch: int) -> float | None:
         """None: nothing fits the budget."""
@@ -177,7 +183,8 @@ class _Curve:
         except BudgetError:
             return None
         graph = train.captured.graph
-        return _median(lambda: train(*parts.example)) / simulate(graph, self.scale.price(graph), train.program).seconds
+        expected = simulate(graph, self.scale.price(graph), train.program).seconds
+        return _median(lambda: train(*parts.example), device.of(graph.device)) / expected
 
     def shown(self, largest: dict[str, int | None]) -> Iterator[int]:
         """The sizes of the curve: doubled ones up to the largest that fits, and the largest of each way."""
@@ -189,9 +196,7 @@ class _Curve:
         """One size, with what real steps say about the sum of ops."""
         self.scale.tell(f"planning a batch of {batch}")
         found = self._planned(batch)
-        first, last = self.scale.steps[0], self.scale.steps[-1]
-        part = math.log(min(batch, last) / first) / math.log(last / first)
-        more = {way: low * (high / low) ** part for way, (low, high) in corrections.items()}
+        more = {way: self._more(seen, batch) for way, seen in corrections.items()}
         eager = self.scale.eager(batch)
         planned = (
             None
@@ -199,6 +204,14 @@ class _Curve:
             else Way(found.peak, found.seconds * more["plan"], True, tuple(map(str, found.rewrites)))
         )
         return Size(batch, batch in self.scale.measured, replace(eager, seconds=eager.seconds * more["eager"]), planned)
+
+    def _more(self, seen: Sequence[float], batch: int) -> float:
+        """By how much a real step differs from the sum of its ops, between the two sizes around it."""
+        sizes = self.scale.steps
+        above = min(max(1, bisect(sizes, batch)), len(sizes) - 1)
+        first, last, low, high = sizes[above - 1], sizes[above], seen[above - 1], seen[above]
+        part = math.log(min(max(batch, first), last) / first) / math.log(last / first)
+        return low * math.pow(high / low, part)
 
     def _planned(self, batch: int) -> Plan | None:
         """The quickest plan that keeps every bit; where none does, the first that fits with what is allowed."""
@@ -250,12 +263,16 @@ def _named(found: Plan) -> tuple[str, ...]:
     return tuple(str(one) for one in found.rewrites if one.name not in ALWAYS)
 
 
-def _median(step: Callable[[], Any]) -> float:
+def _median(step: Callable[[], Any], where: Device) -> float:
+    """The seconds of a step: of those beside which no other process ran, unless one always does."""
     for _ in range(WARM_UPS):
         step()
-    seconds = []
-    for _ in range(STEPS):
-        begun = perf_counter()
+    calm: list[float] = []
+    disturbed: list[float] = []
+    least, most = STEPS
+    while len(calm) + len(disturbed) < most and (len(calm) < least or sum(calm) < LONG_ENOUGH):
+        delay, begun = where.delay(), where.clock()
         step()
-        seconds.append(perf_counter() - begun)
-    return median(seconds)
+        seconds = where.clock() - begun
+        (calm if where.calm(seconds, where.delay() - delay) else disturbed).append(seconds)
+    return median(calm or disturbed)

@@ -23,7 +23,7 @@ GAINS = {"resnet:depth=50,size=64": 5.0}  # the largest batch with a plan over e
 COUNT = 4  # sizes that are timed
 LONGEST = 4.0  # seconds of a step that is timed, as predicted
 ROUNDS = 5
-WARM_UPS = 3  # steps of each size before the clock starts
+WARM_UPS = 6  # steps of each size before the clock starts: the first ones are timed op by op
 TIME_LIMIT = 1.0  # seconds of search for each size
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lowtide.bench.race import steps_of_a_turn
 from lowtide.errors import BudgetError
+from lowtide.execute.timings import PATIENCE
 from lowtide.fit import Fitted, fit
 from lowtide.measure import measure
 from lowtide.simulate import simulate
@@ -24,6 +25,7 @@ LESSON = 70.0  # percent: a budget whose first steps correct the prices
 LIMIT = 0.05  # of the measured time; what the prediction may be off by
 ROUNDS = 7
 WARM_UPS = 6  # steps of each before the clock starts: the first ones learn
+LESSONS = PATIENCE + 2  # of these steps at the most, where others have the cores in some of them
 TIME_LIMIT = 2.0  # seconds of search for each budget: how good the plan is does not matter here
 
 Build = Callable[[], tuple[Any, Any, Any, tuple[Any, ...]]]
@@ -99,8 +101,9 @@ class _Turn:
 
     def warm_up(self) -> None:
         """Take the first steps, which learn."""
-        for _ in range(WARM_UPS):
-            self._step()
+        for number in range(LESSONS):
+            if number < WARM_UPS or self._learns():
+                self._step()
 
     def take(self) -> float:
         """The seconds of a step; of one that is short, by several in a row, after one that nobody counts."""
@@ -112,6 +115,10 @@ class _Turn:
         for _ in range(steps):
             self._step()
         return (perf_counter() - begun) / steps
+
+    def _learns(self) -> bool:
+        """Whether the ops of the next step are timed."""
+        return self.train is not None and any(one.runner.timings.left for one in self.train._fits)
 
     def _step(self) -> None:
         if self.train is not None:

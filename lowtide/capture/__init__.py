@@ -29,12 +29,13 @@ def capture(
     *,
     numbers: Sequence[Place] = (),
     ranks: bool = False,
+    hooked: bool = False,
 ) -> Captured:
     """Trace `step(model, optimizer, *example)` without running it, and leave everything as it was.
 
     The optimizer may be None, or a tuple of them. `numbers` are Python numbers of the caller that are to be inputs of
     the step, not constants of it. With `ranks` the model may be a DistributedDataParallel: who runs the step sees to it
-    that all ranks do.
+    that all ranks do. With `hooked` parameters may have hooks, which are not a part of the step.
     """
     if not isinstance(example, tuple):
         raise CaptureError(
@@ -45,7 +46,7 @@ def capture(
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
     refuse_at_the_door(step, model, example, ranks=ranks)
     optimizers.refuse_unknown(optimizer)
-    trace = functools.partial(Trace, step, model, optimizer, example)
+    trace = functools.partial(Trace, step, model, optimizer, example, hooked=hooked)
     found = trace(numbers=numbers).run()
     arrivals = found.again
     if arrivals:

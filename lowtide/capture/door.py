@@ -29,9 +29,9 @@ MODULES: Mapping[str, tuple[str, str]] = {
         f"{WHOLE_STEP}, in place of FullyShardedDataParallel.",
     ),
     "FSDPModule": (
-        "fully_shard made its parameters shards that are gathered around each layer, with hooks that a captured step "
+        "fully_shard made its parameters shards that are gathered around each layer, with hooks that a part of a step "
         "does not have",
-        f"{WHOLE_STEP}, in place of fully_shard.",
+        "give the whole step to lowtide.fit(step, model, optimizer, ...), on every rank.",
     ),
     "DataParallel": (
         "it copies the model to several devices at each call, and lowtide plans one device",
@@ -55,7 +55,7 @@ def refuse_at_the_door(
 ) -> None:
     """Raise where a captured step could not be what eager's is, before anything is traced; nothing is changed.
 
-    With `ranks` there may be DistributedDataParallel: it becomes ops of the step.
+    With `ranks` there may be DistributedDataParallel or fully_shard: they become ops of the step.
     """
     _refuse_surroundings()
     averaged = False
@@ -64,6 +64,8 @@ def refuse_at_the_door(
         if ranks and isinstance(module, DistributedDataParallel):
             averaged = True
             _refuse_settings(shown, module)
+        elif ranks and private.fully_sharded(module):
+            averaged = True  # by what lowtide.fit does around the capture
         else:
             _refuse_module(shown, module)
     for name, tensor in _tensors(model, example):

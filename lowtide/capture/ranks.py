@@ -36,7 +36,7 @@ class Arrival:
 
 def ranked(model: torch.nn.Module) -> bool:
     """Whether a part of a model averages its gradients over ranks."""
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return any(isinstance(one, DistributedDataParallel) or private.fully_sharded(one) for one in model.modules())
 
 
 class Reductions:

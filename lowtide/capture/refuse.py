@@ -26,8 +26,8 @@ def one_device(tensors: Mapping[str, torch.Tensor]) -> str:
     return next(iter(homes), CPU.name)
 
 
-def refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that are not plain, dense and free of hooks."""
+def refuse_odd(tensors: Mapping[str, torch.Tensor], *, hooked: bool = False) -> None:
+    """Refuse tensors that are not plain, dense and, unless they may have some, free of hooks."""
     for name, tensor in tensors.items():
         if isinstance(tensor, FakeTensor) or private.is_traceable_wrapper_subclass(tensor):
             kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
@@ -42,7 +42,7 @@ def refuse_odd(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name!r}, of shape {tuple(tensor.shape)}, has a history (grad_fn): it belongs to an earlier step.",
                 hint="detach it before you pass it to the step.",
             )
-        if private.gradient_hooks(tensor) or private.accumulation_hooks(tensor):
+        if not hooked and (private.gradient_hooks(tensor) or private.accumulation_hooks(tensor)):
             raise CaptureError(
                 f"{name!r} has a hook, which runs Python code that lowtide cannot repeat.",
                 hint="remove the hook; with lowtide.fit its work can be done in the step, after backward().",

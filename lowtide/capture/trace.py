@@ -24,6 +24,7 @@ from lowtide.capture.ranks import Arrival, Reductions
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.scalars import extremes
+from lowtide.capture.shards import Gathers
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import ATOMS, World
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
@@ -79,6 +80,7 @@ class Trace:
         numbers: Sequence[Place] = (),
         phantoms: set[str] = frozenset(),  # type: ignore[assignment]
         arrivals: Mapping[int, Arrival] = MappingProxyType({}),
+        hooked: bool = False,
     ) -> None:
         self.step, self.model, self.optimizer, self.numbers = step, model, optimizer, tuple(numbers)
         self.optimizers = optimizers_of(optimizer)
@@ -91,7 +93,8 @@ class Trace:
             for path, leaf in zip(self.batch_tree.paths(), self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
         }
-        refuse_odd({**self.tensors, **batch})
+        self.hooked = hooked
+        refuse_odd({**self.tensors, **batch}, hooked=hooked)
         self.device = one_device({**self.tensors, **batch})
         refuse_overlaps(self.tensors)
         self.parameters = [name for name, tensor in self.tensors.items() if isinstance(tensor, torch.nn.Parameter)]
@@ -112,6 +115,7 @@ class Trace:
         self.follower = Follower(self.world, self.dice.stand_in)
         self.deeds = Deeds(self.world, self.follower)
         self.reductions = Reductions(arrivals)
+        self.gathers = Gathers(self.recorder)
 
     def run(self) -> Traced:
         """The captured step, with everything put back."""
@@ -195,6 +199,7 @@ class Trace:
             followed.enter_context(self.recorder.draws.followed())
             followed.enter_context(self.dice.followed())
             followed.enter_context(self.reductions.followed())
+            followed.enter_context(self.gathers.followed(self.model))
             followed.enter_context(self.fake_mode)
             followed.enter_context(self.recorder)
             followed.enter_context(extremes())
@@ -204,6 +209,7 @@ class Trace:
         if self.follower.refusals:
             raise self.follower.refusals[0]
         self.recorder.draws.end()
+        self.gathers.refuse_reads(inputs, self.names)
         for path, fake in zip(self.batch_tree.paths(), fakes, strict=True):
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
                 raise CaptureError(
@@ -353,6 +359,7 @@ class Trace:
             options=self.options,
             members=tuple(tuple(group["params"]) for one in self.optimizers for group in one.param_groups),
             guards=Guards(),
+            hooked=self.hooked,
             gradients={
                 name: name in self.gradients for name in trained if name in read_gradients or name not in self.gradients
             },

@@ -15,6 +15,9 @@ from lowtide.allocator import AllocatorUnavailable, Meter
 from lowtide.allocator.arena import Arena, Pool, Stepping, Tape
 from lowtide.graph import Place
 
+CALM = 0.02  # of the time something took: where its threads wait longer for their cores, others had these
+WAKING = 1e-3  # seconds: threads that wake up wait a little on a calm machine, too
+
 
 class Flight(Protocol):
     """A copy that runs beside the computation."""
@@ -93,3 +96,7 @@ class Device:
     room: Mapping[Place, Callable[[str | os.PathLike[str] | None], int]]  # bytes that are free in these places
     staging: int  # bytes of its memory that copies to them and back go through
     own_kernel: Callable[[str], Callable[..., Any] | None]  # for a target, ours that gives torch's bits sooner
+
+    def calm(self, seconds: float, delay: float) -> bool:
+        """Whether what took so long had its cores for itself, by what `delay` has grown meanwhile."""
+        return delay <= max(WAKING, CALM * seconds)

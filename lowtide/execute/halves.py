@@ -22,8 +22,9 @@ from lowtide.execute.runner import Runner
 from lowtide.execute.stale import StaleError
 from lowtide.graph import Graph, Read
 from lowtide.guards import MISSING, Place
-from lowtide.program import Program, Run
+from lowtide.program import Instruction, Program, Run
 
+OUTPUT = "an output of the model"
 NO_BATCH = Batch.of(())
 SMALL = 2**20  # bytes of buffers that a forward updates: so much is kept beside every step, to run its forward again
 
@@ -37,7 +38,10 @@ class Halves:
         self.handover = next(number for number, op in enumerate(graph.ops) if op.target == kernels.HANDOVER)
         made = graph.ops[self.handover].outputs
         self.given_bytes = sum(graph.values[value].nbytes for value in made if value is not None)
-        self.inputs_again, self.outputs_again = _read_after_handover(graph, runner.program)
+        at = next(k for k, one in enumerate(runner.program.instructions) if _runs(one, self.handover))
+        self.inputs_again = _inputs_read_after(graph, runner.program, at)
+        self.outputs_again = _handed_read_after(graph, runner.program, at)
+        self.read_later = [_inputs_read_after(graph, runner.program, stop.instruction) for stop in runner.stops]
         self.written = _written_before_handover(graph, self.handover)
         self.large = sum(graph.values[graph.inputs[place].value].nbytes for place in self.written) > SMALL
         self.proven = False  # gradients came back as it is planned
@@ -73,7 +77,7 @@ class _Held:
     """What a half holds of memory: it may be closed again, where that was interrupted."""
 
     call: Call
-    program: Generator[list[Any], list[Any], list[Any]] | None = None
+    program: Generator[list[Any], list[Any] | None, list[Any]] | None = None
 
     def close(self) -> None:
         if self.program is not None:
@@ -119,8 +123,9 @@ class Half:
             for slot, place in halves.rebound:
                 slot.holder[slot.key] = self.outputs[place]
             runner.binding.tell()
-        needed += [("an output of the model", self.outputs[place]) for place in halves.outputs_again]
+        needed += [(OUTPUT, self.outputs[place]) for place in halves.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
+        self._stops = 0  # how often outputs have left
         given = [pair for place, pair in enumerate(self.inputs.items()) if place not in halves.written]
         tensors = [(repr(key[0]), found) for key, found in given if isinstance(found, torch.Tensor)]
         self._given = [(name, tensor, private.version_of(tensor)) for name, tensor in tensors]
@@ -129,6 +134,11 @@ class Half:
     def done(self) -> bool:
         """Whether it was finished or closed."""
         return self._held is None or self._held.program is None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether outputs have left, and the rest is still to come."""
+        return not self.done and self._stops > 0
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -172,9 +182,12 @@ class Half:
             torch.set_rng_state(drawn)
             self.inputs = {}
 
-    def finish(self, given: Sequence[torch.Tensor]) -> Any:
-        """The second half, with what the caller's code came back with; returns what the step returns."""
-        runner, held = self.halves.runner, self._held
+    def go_on(self, given: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
+        """The second half, with what the caller's code came back with, up to where outputs leave; None: from there on.
+
+        Returns those outputs by place, at the end all others, and is done then.
+        """
+        held = self._held
         call, program = (None, None) if held is None else (held.call, held.program)
         if call is None or program is None:
             raise UsageError(
@@ -185,20 +198,31 @@ class Half:
         self.refuse_autocast()
         self._unchanged(self._needed)
         try:
-            call.take_back(self.halves.given_bytes)
+            call.take_back(0 if given is None else self.halves.given_bytes)
             try:
                 # A backward runs without gradients, and ops ask for that: nn.LSTM's keeps nothing for a backward then.
                 with torch.enable_grad(), private.below_autograd():
-                    program.send(list(given))
+                    left = program.send(None if given is None else list(given))
             except StopIteration as end:
-                result = runner.binding.leave(end.value)
-                self.halves.proven = True
-            self.close()
+                return self._end(call, end.value)
+            call.hand_over()
+            found = dict(zip(self.halves.runner.stops[self._stops].outputs, left, strict=True))
+            left.clear()  # the program holds the list
+            later = {name for _, name in self.halves.read_later[self._stops]}
+            self._needed = [row for row in self._needed if row[0] in later or row[0] == OUTPUT]
+            self._stops += 1
         except BaseException as error:
             self._failed(call, error)
             raise
+        return found
+
+    def _end(self, call: Call, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+        runner = self.halves.runner
+        runner.binding.leave(outputs)
+        self.halves.proven = True
+        self.close()
         call.teach(runner.lessons)
-        return result
+        return {place: output for place, output in enumerate(outputs) if output is not None}
 
     def refuse_autocast(self) -> None:
         """Raise where the second half would run under autocast."""
@@ -280,12 +304,25 @@ def _rebound(captured: Captured, handover: int) -> list[tuple[Slot, int]]:
     return [(captured.slots[str(one.path[0])], handed.index(Read(one.value, one.view))) for one in outputs]
 
 
-def _read_after_handover(graph: Graph, program: Program) -> tuple[list[tuple[int, str]], list[int]]:
-    """Which inputs, by place and name, and which of what is handed over an instruction after the handover reads."""
-    runs = [instruction for instruction in program.instructions if isinstance(instruction, Run)]
-    place = next(number for number, run in enumerate(runs) if graph.ops[run.op].target == kernels.HANDOVER)
-    read = {value for run in runs[place + 1 :] for value in graph.reads_of(run.op, again=run.again)}
-    inputs = [(number, graph.values[item.value]) for number, item in enumerate(graph.inputs) if item.value in read]
-    handed = _handed(graph, runs[place].op)
-    named = [(number, repr(value.name)) for number, value in inputs if value.kind != "scalar"]
-    return named, [number for number, item in enumerate(handed) if item.value in read]
+def _runs(instruction: Instruction, op: int) -> bool:
+    return isinstance(instruction, Run) and instruction.op == op
+
+
+def _read_after(graph: Graph, program: Program, instruction: int) -> set[int]:
+    """The values that are read after an instruction."""
+    runs = (one for one in program.instructions[instruction + 1 :] if isinstance(one, Run))
+    return {value for run in runs for value in graph.reads_of(run.op, again=run.again)}
+
+
+def _inputs_read_after(graph: Graph, program: Program, instruction: int) -> list[tuple[int, str]]:
+    """Which inputs, by place and name, are read after an instruction."""
+    read = _read_after(graph, program, instruction)
+    found = [(number, graph.values[item.value]) for number, item in enumerate(graph.inputs) if item.value in read]
+    return [(number, repr(value.name)) for number, value in found if value.kind != "scalar"]
+
+
+def _handed_read_after(graph: Graph, program: Program, handover: int) -> list[int]:
+    """Which of what is handed over is read after the instruction that does it."""
+    read, run = _read_after(graph, program, handover), program.instructions[handover]
+    assert isinstance(run, Run)
+    return [number for number, item in enumerate(_handed(graph, run.op)) if item.value in read]

@@ -1,8 +1,8 @@
 """A program as Python source: one line an op, explicit `del`, loops where it is long, nothing decided while it runs.
 
 Before each op it writes the number of its instruction into `at[0]`: the allocator reads it there, and so does who wants
-to know how far a step came that failed. A step with a handover is a generator, which yields there. A collective is
-started where its op is, and waited for before the first instruction that is about what it makes.
+to know how far a step came that failed. A step with a handover is a generator, which yields there, and where results
+leave. A collective is started where its op is, and waited for before the first instruction that is about what it makes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from lowtide import kernels
 from lowtide.device import Device
 from lowtide.errors import ProgramError
+from lowtide.execute.departures import Departure
 from lowtide.execute.loops import roll
 from lowtide.execute.slots import goes_home
-from lowtide.graph import Arg, Constant, Graph, Op, Read
+from lowtide.graph import Arg, Constant, Graph, Op, Output, Read
 from lowtide.kernels import collectives
 from lowtide.private import bare_kernel
 from lowtide.program import Copy, Free, Program, Run, Wait, exists
@@ -28,8 +29,13 @@ from lowtide.program import Copy, Free, Program, Run, Wait, exists
 FILE = "<lowtide program>"  # as which tracebacks name it
 
 
-def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[..., Any], str]:
-    """The function that runs the program on a list of inputs, with the device's own kernels, and its source."""
+def generate(
+    graph: Graph, program: Program, device: Device, stops: Iterable[Departure] = ()
+) -> tuple[Callable[..., Any], str]:
+    """The function that runs the program on a list of inputs, with the device's own kernels, and its source.
+
+    At each of the stops it yields what leaves there; in place of that it returns None at its end.
+    """
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
     if graph.fault is not None:
@@ -41,7 +47,7 @@ def generate(graph: Graph, program: Program, device: Device) -> tuple[Callable[.
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
-    writer = _Writer(graph, program, device)
+    writer = _Writer(graph, program, device, stops)
     source = writer.write()
     namespace = dict(writer.names)
     exec(compile(source, FILE, "exec"), namespace)
@@ -69,7 +75,9 @@ class _Home:
 class _Writer:
     """Writes the source of one program."""
 
-    def __init__(self, graph: Graph, program: Program, device: Device) -> None:
+    def __init__(self, graph: Graph, program: Program, device: Device, stops: Iterable[Departure]) -> None:
+        self.stops = {stop.instruction: stop.outputs for stop in stops}
+        self.gone: set[int] = set()  # outputs that have left, by place
         self.graph = graph
         self.device = device
         self.program = program
@@ -121,15 +129,33 @@ class _Writer:
                     self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
+            if number in self.stops:
+                self.leave(self.stops[number])
         self.land(self.in_flight)
         results = ", ".join(
-            self.read(Read(output.value, output.view)) if output.home == "device" else "None"
-            for output in self.graph.outputs
+            self.read(Read(output.value, output.view)) if self.stays(place, output) else "None"
+            for place, output in enumerate(self.graph.outputs)
         )
         self.emit(f"return [{results}]")
         lines, tables = roll(self.lines)
         self.names.update(tables)
         return "\n".join(["def run(inputs, generator, places, at):", *(f"  {line}" for line in lines), ""])
+
+    def stays(self, place: int, output: Output) -> bool:
+        return output.home == "device" and place not in self.gone
+
+    def leave(self, places: tuple[int, ...]) -> None:
+        """Yield outputs, and hold them no longer."""
+        outputs = [self.graph.outputs[place] for place in places]
+        self.land(output.value for output in outputs if output.value in self.in_flight)
+        names = [self.read(Read(output.value, output.view)) for output in outputs]
+        self.emit(f"given = [{', '.join(names)}]")
+        for value in dict.fromkeys(output.value for output in outputs):
+            tensor = self.held.pop(value)
+            self.emit(f"del {', '.join([tensor.name, *tensor.views.values()])}")
+        self.emit("yield given")
+        self.emit("del given")
+        self.gone.update(places)
 
     def run(self, instruction: Run) -> None:
         """One op: make its arguments, call it, name what it returns."""

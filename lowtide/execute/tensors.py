@@ -59,7 +59,7 @@ class Slots:
         tensor = _at(self.captured.slots[name])
         if not isinstance(tensor, torch.Tensor) or kind_of(tensor) != self._kinds[name]:
             raise StaleError(f"{name!r} has other sizes, strides or dtype than at capture, or was frozen or unfrozen.")
-        if any(private.hook_registers(tensor)):
+        if not self.captured.hooked and any(private.hook_registers(tensor)):
             raise StaleError(f"{name!r} has a hook that it did not have at capture.")
         expected = self.captured.gradients.get(name)
         if expected is not None and (tensor.grad is not None) != expected:
@@ -80,7 +80,7 @@ class Slots:
             if isinstance(slots[name].holder, dict)  # else it is a list of parameters, which is compared as a whole
         ]
         registers = ((name, register) for name in tensors for register in private.hook_registers(tensors[name]))
-        hooks = [Names(register, (), None, name) for name, register in registers]
+        hooks = [Names(register, (), None, name) for name, register in registers if not self.captured.hooked]
         gradients = [name in self.captured.gradients for name in tensors]
         return Quick(entries, hooks), Rows(found, [*tensors.values()], gradients)
 

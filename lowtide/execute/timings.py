@@ -11,8 +11,6 @@ from lowtide.device import Device
 from lowtide.program import Copy, Program, Run
 
 STEPS = 3  # that are timed, after one more that nobody counts
-CALM = 0.02  # of a step: where its threads wait longer for their cores, others had these, and nothing is learned
-WAKING = 1e-3  # seconds: threads that wake up wait a little on a calm machine, too
 PATIENCE = 12  # steps that are watched at most; on a machine that is never calm the quickest of them have to do
 PROBES = 1000  # to find out what it takes to look at the clock
 RECENT = 15  # steps whose time is kept
@@ -70,7 +68,7 @@ class Timings:
         spent = seconds - look * len(watch.numbers)
         ends = [*watch.begun[1:], end]
         runs = {n: max(0.0, u - b - look) for n, b, u in zip(watch.numbers, watch.begun, ends, strict=True)}
-        if delay <= max(WAKING, CALM * seconds):
+        if self._device.calm(seconds, delay):
             self._calm.append((spent, runs))
             self.left -= 1
         else:

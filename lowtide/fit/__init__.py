@@ -21,6 +21,7 @@ from lowtide.fit.moving import Moving
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
+from lowtide.fit.shards import local
 from lowtide.graph import Place
 from lowtide.guards import Change
 from lowtide.page import Looks, page_of
@@ -46,8 +47,10 @@ class Fitted:
         self._ranks = of_ranks(request)  # that take its steps together
         self._maker = Maker(request, manner, self._ranks)
         self._kept = Kept[Pressure]()
-        made = self._maker.make(example)
-        self._keep(Batch.of(example).key, made)
+        self._local = local(request)  # in which its steps are made and taken
+        with self._local:
+            made = self._maker.make(example)
+            self._keep(Batch.of(example).key, made)
         self.verifier: Verifier | None = None  # of the steps that run beside eager
         self._moving = Moving()
 
@@ -67,7 +70,8 @@ class Fitted:
             return self._take(batch)
         self._ranks.step()
         try:
-            return self._take(batch)
+            with self._local:
+                return self._take(batch)
         except BaseException as error:
             self._ranks.fail(error)
             raise

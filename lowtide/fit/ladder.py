@@ -7,16 +7,19 @@ take the sequence of the next larger notch. Which sizes change is seen from the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowtide import tree
+from lowtide.graph import Graph
 
 AHEAD = 1.3  # times the size that came: a notch above all known sizes
 BETWEEN = 1.1  # the same for a notch below a known one
 EVEN = 8  # sizes of notches are multiples of this
+EMBEDDING = "aten.embedding.default"
 SEARCHES = 6  # that other sizes may ask for; then what is known is made to do where it can
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # of the leaves of a batch; None: no tensor
@@ -30,6 +33,7 @@ class Ladder:
         self._first: Shapes | None = None
         self._largest: Shapes | None = None  # of each dimension
         self._too_large: set[Shapes] = set()  # notches for which there is no plan
+        self._limits: dict[int, int] = {}  # by a size, how large the step lets it become
 
     def see(self, batch: tuple[Any, ...]) -> None:
         """A batch has come."""
@@ -42,6 +46,11 @@ class Ladder:
         self._largest = tuple(
             None if one is None or other is None else tuple(map(max, one, other)) for one, other in pairs
         )
+
+    def learn(self, graph: Graph) -> None:
+        """Of a captured step: how many positions its tables have, which no size of a batch goes beyond."""
+        for size, rows in positions(graph).items():
+            self._limits[size] = min(rows, self._limits.get(size, rows))
 
     def above(self, batch: tuple[Any, ...], ahead: float = AHEAD) -> tuple[Any, ...] | None:
         """A batch without contents whose changing sizes are those of a notch; None where that is no larger."""
@@ -71,7 +80,7 @@ class Ladder:
                 found.append(None)
                 continue
             sizes = zip(shape, first, largest, strict=True)
-            found.append(tuple(_notch(size, one, most, ahead) for size, one, most in sizes))
+            found.append(tuple(min(_notch(*one, ahead), self._limits.get(one[0], sys.maxsize)) for one in sizes))
         return tuple(found)
 
 
@@ -80,6 +89,21 @@ def _notch(size: int, first: int, largest: int, ahead: float) -> int:
         return size  # it never grew
     even = -(-math.ceil(size * ahead) // EVEN) * EVEN
     return min(even, largest) if size < largest else even
+
+
+def positions(graph: Graph) -> dict[int, int]:
+    """By a number of positions that a step looks up, whatever its batch contains, how many its table has."""
+    data = {item.value for item in graph.inputs if graph.values[item.value].kind == "batch"}
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.target == EMBEDDING:
+            table, indices = (read.value for read in op.arguments())
+            if indices not in data and graph.values[indices].shape:
+                size, rows = graph.values[indices].shape[-1], graph.values[table].shape[0]
+                found[size] = min(rows, found.get(size, rows))
+        elif data.intersection(op.reads):
+            data.update(op.makes)
+    return found
 
 
 def _shapes(batch: tuple[Any, ...]) -> Shapes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,8 +19,9 @@ from lowtide.costs import Costs
 from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
-from lowtide.fit.ranks import Ranks, signature, sums
+from lowtide.fit.ranks import Ranks, order, signature, sums
 from lowtide.fit.request import PlanFrom, Request
+from lowtide.fit.shards import as_first
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
@@ -127,7 +128,11 @@ class Maker:
             return self._carried(known, graph) or self._chosen(graph, batch, numbers, known)
 
         asked = (graph.fingerprint, self._request.asked, self.budget, len(known))
-        found = ranks.shared(asked, chosen)
+        if ranks.sharded:
+            first = ranks.shared(asked[1:], lambda: _overlapped(chosen()))
+            found = ranks.all_or_none(lambda: as_first(first, graph))
+        else:
+            found = ranks.shared(asked, chosen)
         self.budget = found.plan.budget if self.budget is None else self.budget
         return self._finish(captured, batch, found)
 
@@ -135,6 +140,7 @@ class Maker:
         captured = self._capture(batch, numbers)
         self._request.say(f"captured {len(captured.graph.ordinary)} ops")
         graph = captured.graph
+        self._ladder.learn(graph)
         if not known and self._request.plan is not None:
             leave = self._leave(graph, batch, numbers, known)
             return self._finish(captured, batch, self._given(self._request.plan, graph, leave))
@@ -166,7 +172,7 @@ class Maker:
         )
 
     def _finish(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
-        chosen = replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))
+        chosen = chosen if self._ranks is not None and self._ranks.sharded else _overlapped(chosen)
         found = self._with_errors(captured, batch, chosen)
         bytes_, seconds = report.show_bytes(found.peak), report.show_seconds(found.planning_seconds)
         self._request.say(f"planned {bytes_} with {report.show_overhead(found.overhead)} overhead in {seconds}")
@@ -186,13 +192,35 @@ class Maker:
     def anew(self, fit: Fit, aim: int, costs: Costs) -> Fit:
         """A step planned again with another aim, in bytes, or other costs; a BudgetError where nothing fits."""
         captured = fit.runner.captured
-        found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
-        found = overlap(found, captured.graph, costs, sums(captured.graph))
-        found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
-        made = self._bind(captured, Choice(captured.graph, costs, found, fit.eager_peak), fit.seen)
+
+        def planned() -> Choice:
+            found = plan(captured.graph, costs, aim, time_limit=self._request.time_limit)
+            found = replace(found, budget=self.budget, rewrites=fit.plan.rewrites)
+            return _overlapped(Choice(captured.graph, costs, found, fit.eager_peak))
+
+        if self._ranks is not None and self._ranks.sharded:
+            chosen = as_first(self._ranks.shared(None, planned), fit.seen)
+        else:
+            chosen = planned()
+        made = self._bind(captured, chosen, fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
         self._sources = [made if one is fit else one for one in self._sources]
         return made
+
+    def most(self, fit: Fit) -> int | None:
+        """The most bytes that a step is known to hold, on this rank or on any that runs the same sequence."""
+        most = fit.runner.lessons.most
+        return most if self._ranks is None else self._ranks.largest(most)
+
+    def temporaries(self, fit: Fit) -> Mapping[int, tuple[int, int]]:
+        """By op, what a step has shown of its temporaries, on this rank or on any that runs the same sequence."""
+        found = fit.runner.lessons.temporaries
+        return found if self._ranks is None else self._ranks.all_temporaries(found)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process may plan a step anew without asking others."""
+        return self._ranks is None or not self._ranks.sharded
 
     def correct(self, fit: Fit) -> bool:
         """Once the ops or copies of a step were timed in it: let later plans know; whether that is done."""
@@ -218,7 +246,8 @@ class Maker:
     def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
         if self._ranks is not None:
-            runner.gate = partial(self._ranks.ready, signature(seen))
+            together = order(captured.graph, chosen.plan.program) if self._ranks.sharded else 0
+            runner.gate = partial(self._ranks.ready, signature(seen) ^ together)
         call = self._manner.caller(runner)
         return Fit(runner, call, chosen.plan, chosen.costs, chosen.eager_peak, chosen.chunks, seen)
 
@@ -373,3 +402,8 @@ class Maker:
                 graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops")
             )
         return with_lanes(graph, costs, folder=self._request.offload_dir)
+
+
+def _overlapped(chosen: Choice) -> Choice:
+    """The choice with time for its collectives."""
+    return replace(chosen, plan=overlap(chosen.plan, chosen.graph, chosen.costs, sums(chosen.graph)))

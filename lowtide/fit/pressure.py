@@ -70,7 +70,7 @@ class Pressure:
         """
         if self._corrected is not self.fit and self._maker.correct(self.fit):
             self._corrected = self.fit
-        limit, most = self.limit, self.fit.runner.lessons.most
+        limit, most = self.limit, self._maker.most(self.fit)
         if limit is None or most is None or most <= limit:
             return
         what = f"the step needs {most:,} bytes as measured, {most - limit:,} more than its budget"
@@ -79,7 +79,7 @@ class Pressure:
             text = f"{what}; {TIGHTER} tighter plans did not help, and it stays so."
             warnings.warn(text, LowtideWarning, stacklevel=4)  # as far as whoever called the fitted step
             return
-        costs = _corrected(self.fit.costs, self.fit.runner.lessons.temporaries)
+        costs = _corrected(self.fit.costs, self._maker.temporaries(self.fit))
         aim = limit if costs != self.fit.costs else self.fit.plan.peak - (most - limit)
         if (why := self._plan_anew(aim, costs)) is not None:
             self.limit = None
@@ -90,6 +90,10 @@ class Pressure:
 
     def _shrink(self, error: ArenaError) -> None:
         """Plan the step anew with as much less as is missing, if that can be; where it can't, it is tried as it is."""
+        if not self._maker.alone:
+            warnings.warn(f"{error.message} It is tried as it is.", LowtideWarning, stacklevel=5)
+            self.state = State.YIELDS
+            return
         less = max(error.short, CRAMPED, int(SHRINK * self.fit.plan.program.arena))
         for aim in (self.fit.plan.peak - less - PLANNING, self.fit.plan.peak - less):
             if (why := self._plan_anew(aim, self.fit.costs)) is None:

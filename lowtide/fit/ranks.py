@@ -9,7 +9,7 @@ a collective that another one does not come to.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +21,14 @@ from lowtide.capture.ranks import COMMUTES, ORDER, ranked
 from lowtide.errors import BudgetError, CaptureError, LowtideError, RankError, UsageError
 from lowtide.fit.request import Request
 from lowtide.graph import Graph, Op, Read
-from lowtide.kernels.collectives import ALL_REDUCE, COLLECTIVES
+from lowtide.kernels.collectives import ALL_REDUCE, COLLECTIVES, GATHER
+from lowtide.program import Program, Run
 
 Thing = TypeVar("Thing")
 
 OTHERS = "the ranks would do different things together: other buckets, another order, or only some synchronise"
+ALONE = "this rank's batch has another shape than before, or its world has changed, and that of another rank has not"
+ASKED = "with fully_shard all ranks run one plan, and they were asked for different ones: another budget, plan or limit"
 TOGETHER = "start all ranks again from the last checkpoint, once the cause is mended."
 
 
@@ -38,6 +41,11 @@ def of(request: Request) -> Ranks | None:
             "allow (--allow) is for one process: with several ranks every bit stays.",
             hint="leave allow and rounding out, or give the model without DistributedDataParallel.",
         )
+    if request.offload is not None and any(map(private.fully_sharded, request.model.modules())):
+        raise UsageError(
+            "offload (--offload) is not there for a model of fully_shard: each rank would copy at another time.",
+            hint="leave offload out, or use DistributedDataParallel.",
+        )
     return Ranks(request.model)
 
 
@@ -46,6 +54,7 @@ class Ranks:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.number, self.count = distributed.get_rank(), distributed.get_world_size()
+        self.sharded = any(map(private.fully_sharded, model.modules()))  # then all run one sequence of ops
         self._agreed = False  # on the step that is about to run
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
@@ -78,7 +87,27 @@ class Ranks:
         failed, _, ready, _, _ = self._exchange(0, 1, 0, 0, 0)
         if failed:
             self._raise_failure(None)
+        if ready and self.sharded:
+            raise UsageError(ALONE, hint="give all ranks batches of the same shapes, padded to the same length.")
         return not ready
+
+    def largest(self, number: int | None) -> int | None:
+        """Of ranks that share a sequence the largest number, where one has any."""
+        if not self.sharded:
+            return number
+        (found,) = self._exchange(-1 if number is None else number)
+        return None if found < 0 else found
+
+    def all_temporaries(self, own: Mapping[int, tuple[int, int]]) -> Mapping[int, tuple[int, int]]:
+        """By op, the largest temporaries that any of the ranks has seen that share a sequence."""
+        if not self.sharded:
+            return own
+        found: dict[int, tuple[int, int]] = {}
+        for seen in self._gather(dict(own)):
+            for op, (piece, heap) in seen.items():
+                known = found.get(op, (0, 0))
+                found[op] = max(piece, known[0]), max(heap, known[1])
+        return found
 
     def fail(self, error: BaseException) -> None:
         """Let the others know that this rank can't take the step; nothing to say where they know that it runs."""
@@ -107,6 +136,8 @@ class Ranks:
         """What rank 0 makes, where all ask for the same; else what each makes for itself."""
         asks = self._gather(asked)
         if any(one != asks[0] for one in asks):
+            if self.sharded:
+                self._raise_failure(ASKED)
             return self.all_or_none(make)
         if self.number == 0:
             return self._for_all(make)
@@ -182,8 +213,19 @@ def signature(graph: Graph) -> int:
     for place, op in enumerate(graph.ops):
         if op.target in COLLECTIVES:
             read = [graph.values[item.value] for item in op.arguments()]
-            said.append((op.target, [(value.dtype, value.shape) for value in read]))
+            shapes = [value.shape for value in read] if op.target != GATHER else [op.args[1:], read[0].shape[1:]]
+            said.append((op.target, [value.dtype for value in read], shapes))
             said += [_filling(graph, one, read[0].storage) for one in graph.ops[:place] if op.target == ALL_REDUCE]
+    return _number(said)
+
+
+def order(graph: Graph, program: Program) -> int:
+    """A number for the order in which a program runs the collectives of its graph, some of them several times."""
+    runs = [item.op for item in program.instructions if isinstance(item, Run)]
+    return _number([op for op in runs if graph.ops[op].target in COLLECTIVES])
+
+
+def _number(said: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:8], "big") >> 2
 
 

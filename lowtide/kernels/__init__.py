@@ -30,9 +30,10 @@ HANDOVER = "lowtide.handover.default"
 CHANNELS: Mapping[str, tuple[str, ...]] = {  # of ops whose tags do not say it
     HANDOVER: ("handover",),
     expected.EXPECT: ("check",),
-    **dict.fromkeys(collectives.COLLECTIVES, (collectives.GROUP,)),
+    **dict.fromkeys(collectives.ONCE, (collectives.GROUP,)),
 }
-UNMEASURED = frozenset(CHANNELS)  # what takes others, who are not there when it is measured, or ends the step
+# What takes others, who are not there when it is measured, or ends the step.
+UNMEASURED = frozenset(CHANNELS) | collectives.COLLECTIVES
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define(
     "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"

@@ -18,7 +18,9 @@ from lowtide.errors import RankError
 
 ALL_REDUCE = "lowtide.all_reduce.default"
 BROADCAST = "lowtide.broadcast.default"
-COLLECTIVES = frozenset({ALL_REDUCE, BROADCAST})
+GATHER = "lowtide.gather.default"
+COLLECTIVES = frozenset({ALL_REDUCE, BROADCAST, GATHER})
+ONCE = frozenset({ALL_REDUCE, BROADCAST})  # in a program; a gather changes nothing and may be repeated
 GROUP = "group:0"  # the channel of the default process group
 
 _in_flight: dict[int, tuple[Any, Tensor]] = {}  # address of a bucket -> its work, and its bytes as they were given
@@ -32,6 +34,12 @@ def define(registry: torch.library.Library) -> None:
     registry.impl("broadcast", broadcast, "CPU")
     torch.library.register_fake("lowtide::all_reduce", lambda bucket: None, lib=registry)
     torch.library.register_fake("lowtide::broadcast", lambda buffers: None, lib=registry)
+    registry.define("gather(Tensor shard, int rows) -> Tensor")
+    registry.define("own_part(Tensor summed, int rows) -> Tensor")
+    registry.impl("gather", gather, "CPU")
+    registry.impl("own_part", own_part, "CPU")
+    torch.library.register_fake("lowtide::gather", _rows_like, lib=registry)
+    torch.library.register_fake("lowtide::own_part", _rows_like, lib=registry)
 
 
 def start(bucket: Tensor) -> None:
@@ -75,6 +83,46 @@ def broadcast(buffers: list[Tensor]) -> None:
         if not first:
             for part, buffer in zip(parts, alike, strict=True):
                 buffer.copy_(part.view(buffer.shape))
+
+
+def gather(shard: Tensor, rows: int) -> Tensor:
+    """The whole of a tensor of so many rows, of which each rank has a shard: all but the last ones have as many.
+
+    Each rank gives its rows to the others in their places: gloo's own all-gather holds all of them twice.
+    """
+    whole = _rows_like(shard, rows)
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    parts = [whole.narrow(0, begin, end - begin) for begin, end in (part_of(rows, one, ranks) for one in range(ranks))]
+    parts[rank].copy_(shard)
+    try:
+        begun = [
+            torch.distributed.broadcast(_not_owned(part), one, async_op=True)
+            for one, part in enumerate(parts)
+            if part.numel()
+        ]
+        for work in begun:
+            work.wait()
+    except RuntimeError as error:
+        raise _failure(error) from error
+    return whole
+
+
+def own_part(summed: Tensor, rows: int) -> Tensor:
+    """This rank's rows of a tensor that was added up over all ranks, divided by their number."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()  # not where it is measured
+    ranks, rank = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if together else (1, 0)
+    begin, _ = part_of(summed.shape[0], rank, ranks)
+    return summed.narrow(0, begin, rows) / ranks
+
+
+def part_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first row that a rank has of so many, and the one behind its last."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def _rows_like(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty((rows, *tensor.shape[1:]))
 
 
 def _all_reduce(bucket: Tensor) -> None:

@@ -157,11 +157,11 @@ def _has_sizes(arg: Any) -> bool:
 
 def _tried(trial: Trial, kept: Kept) -> tuple[Seen | None, ...] | None:
     """What came of two contents; None where anything is coupled, fails, or differs between them."""
-    whole = sum(PARTS)
-    elements = sum(prod(_size(n, whole) for n in source.shape) for source in trial.sources)
-    parts, precise = ((1, 1), False) if elements > LARGE else (PARTS, True)
-    if (together := GROUPED.get(trial.target)) is not None:
-        parts = tuple(part * trial.args[together] for part in parts)
+    grouped = GROUPED.get(trial.target)
+    together = 1 if grouped is None else trial.args[grouped]
+    elements = sum(prod(_size(n, together * sum(PARTS)) for n in source.shape) for source in trial.sources)
+    precise = elements <= LARGE
+    parts = tuple(part * together for part in (PARTS if precise else (1, 1)))
     answers = []
     for words in WORDS:
         for odd, dtype in product((True, False), (torch.float64, torch.float32) if precise else (torch.float32,)):

@@ -31,6 +31,7 @@ class Shapes:
     def __init__(self, values: Sequence[Value], views: Sequence[View]) -> None:
         self.values, self.views = values, views
         self.known: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._forms: dict[tuple[Any, ...], list[Form | None]] = {}  # by the call and what it reads
 
     def is_tensor(self, read: Read) -> bool:
         """Whether this is a tensor rather than a number."""
@@ -66,10 +67,24 @@ class Shapes:
 
     def made(self, op: Op) -> list[Form | None]:
         """What a call makes, for each of its results; None for what is no tensor."""
-        args = [self.argument(arg) for arg in op.args]
-        kwargs = {key: self.argument(arg) for key, arg in op.kwargs}
-        results = described(overload(op.target))(*args, **kwargs)
-        return [_form(result) for result in ([results] if returns_one(op.target) else results or ())]
+        key = (op.target, self._key(op.args), tuple((name, self._key(arg)) for name, arg in op.kwargs))
+        if key not in self._forms:  # a step in many parts calls the same over and over
+            args = [self.argument(arg) for arg in op.args]
+            kwargs = {name: self.argument(arg) for name, arg in op.kwargs}
+            results = described(overload(op.target))(*args, **kwargs)
+            self._forms[key] = [_form(result) for result in ([results] if returns_one(op.target) else results or ())]
+        return self._forms[key]
+
+    def _key(self, arg: Arg) -> Any:
+        """What a call sees of an argument, such that equal ones are seen alike: 1 is not 1.0."""
+        match arg:
+            case Read():
+                value = self.values[arg.value]
+                return (value.kind == "scalar", value.dtype, value.shape, value.stride, arg.view)
+            case tuple():
+                return tuple(map(self._key, arg))
+            case _:
+                return (type(arg), arg)
 
 
 def _form(result: Any) -> Form | None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +33,10 @@ from lowtide.measure.surroundings import surroundings
 __all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
 
 PATIENCE = 300  # seconds after which a call is given up
+FIRST_TO_GO = "1000"  # where memory is short, the system ends the process that measures, and never yours for it
+KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
+NO_MEMORY = "the system has no memory for the process that measures"
+PROBE, GLANCE = 2**18, 0.05  # numbers that all threads work on, and for how many seconds, to see if they have cores
 RIGHT = 0.01  # of a step: prices that are off by less are not corrected
 
 
@@ -51,9 +56,11 @@ def measure(
     metered = where.missing() is None
     book = _book(graph) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
-    missing = [key for key in specimens if key not in answers]
+    disturbed = [key for key, answer in answers.items() if answer["disturbed"]]
+    again = set(disturbed) if disturbed and _is_calm(where, graph.device) else set()
+    missing = [key for key in specimens if key not in answers or key in again]
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
-        answers[key] = answer
+        answers[key] = {**answers.get(key, {}), **answer}  # what steps say of it stays
         if progress is not None:
             progress(done + 1, len(missing))
     if book is not None and missing:
@@ -78,6 +85,16 @@ def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
     book = _book(graph)
     known = {key: book.answers[key] for key in seen if key in book.answers}
     book.add({key: {**answer, "in_step": fmean(seen[key])} for key, answer in known.items()})
+
+
+def _is_calm(where: Device, name: str) -> bool:
+    """Whether other processes leave this one its cores just now."""
+    numbers = torch.zeros(PROBE, device=name)
+    begun, delay = where.clock(), where.delay()
+    while where.clock() - begun < GLANCE:
+        numbers.add_(1)
+        where.synchronise()
+    return where.calm(GLANCE, where.delay() - delay)
 
 
 def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]]]:
@@ -166,16 +183,26 @@ def _held_inside(graph: Graph, op: Op, alignment: int) -> int:
 
 
 def _ask(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The costs of each specimen, from a process that is started again when a call kills it."""
+    """The costs of each specimen, from a process that is started again when a call kills it.
+
+    One that the system kills again and again before its first answer has no memory here: nothing more is asked.
+    """
     process: subprocess.Popen[str] | None = None
+    killed = answered = 0  # processes in a row that the system killed at once; answers of this one
     try:
         for cut in specimens:
+            if killed >= KILLS:
+                yield {"error": NO_MEMORY}
+                continue
             if process is None:
-                process = _start()
+                process, answered = _start(), 0
             answer = _answer(process, cut)
             if answer is None:
-                answer = {"error": f"the process ended with code {_end(process)}"}
-                process = None
+                code = _end(process)
+                process, killed = None, killed + 1 if code == -signal.SIGKILL and not answered else 0
+                answer = {"error": NO_MEMORY if killed else f"the process ended with code {code}"}
+            else:
+                answered, killed = answered + 1, 0
             yield answer
     finally:
         if process is not None:
@@ -186,7 +213,7 @@ def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -194,6 +221,9 @@ def _start() -> subprocess.Popen[str]:
         text=True,
         env=environment,
     )
+    with contextlib.suppress(OSError):  # a system without it, or a process that is gone by now
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text(FIRST_TO_GO, encoding="ascii")
+    return process
 
 
 def _answer(process: subprocess.Popen[str], cut: dict[str, Any]) -> dict[str, Any] | None:

@@ -25,7 +25,8 @@ from lowtide.measure.trial import has_torch_bits
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
-LEAST, MOST = 3, 10  # repetitions; other processes may stall some of them
+LEAST, MOST = 3, 10  # repetitions that count: those in which other processes had none of its cores
+PATIENCE = 0.4  # seconds after which those have to do in which others had them, the quickest of all
 CHILLS = 15  # repetitions of a call that does nearly nothing
 PAGE = 2**12  # bytes
 PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
@@ -123,9 +124,11 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     del returned
     pairs = _sits_on(call, room.arena_temporaries) if room is not None and not specimen["written"] else []
     exact = has_torch_bits(specimen["target"], call.args)
+    seconds, calm = _seconds(call, room)
     return {
         **({} if exact is None else {"exact": exact}),
-        "seconds": _seconds(call, room),
+        "seconds": seconds,
+        "disturbed": not calm,
         "arena_temporaries": 0 if room is None else room.arena_temporaries,
         "apart_temporaries": 0 if room is None else room.apart_temporaries,
         "heap_temporaries": 0 if room is None else room.heap_temporaries,
@@ -190,8 +193,11 @@ def _own_bytes(item: Any, call: Call) -> int | None:
     return None if shared else item.untyped_storage().nbytes()
 
 
-def _seconds(call: Call, room: Room | None) -> float:
-    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own."""
+def _seconds(call: Call, room: Room | None) -> tuple[float, bool]:
+    """The median time of a few calls, in an arena as in a planned step: fresh pages would cost time of their own.
+
+    Calls beside which other processes ran are left out; where all are, the quickest has to do, and False says so.
+    """
     cursor, where = array("q", [0]), call.device
     before = Before.of(call)
     with ExitStack() as stack:
@@ -204,16 +210,21 @@ def _seconds(call: Call, room: Room | None) -> float:
             cursor[0] = 1
             call.run()  # touches the pages
         times: list[float] = []
+        disturbed: list[float] = []
         warm: list[float] = []
-        begun = where.clock()
-        while len(times) < LEAST or (where.clock() - begun < BUDGET and len(times) < MOST):
+        begun, spent = where.clock(), 0.0
+        while (len(times) < LEAST and spent < PATIENCE) or (len(times) < MOST and spent < BUDGET) or not warm:
+            delay = where.delay()  # not between the two: the threads of the last op would fall asleep
             cursor[0] = 2  # an instruction without places
             before.happen()
             cursor[0] = 0
-            times.append(_clocked(where, call.run))
+            seconds = _clocked(where, call.run)
+            (times if where.calm(seconds, where.delay() - delay) else disturbed).append(seconds)
             cursor[0] = 1  # another instruction, with the same places
             warm.append(_clocked(where, call.run))
-    return max(min(warm), median(times) - _chill(call.specimen["device"], sum(before.swept)))
+            spent = where.clock() - begun
+    chill = _chill(call.specimen["device"], sum(before.swept))
+    return max(min(warm), (median(times) if times else min(disturbed)) - chill), bool(times)
 
 
 def _clocked(where: Device, function: Callable[[], Any]) -> float:

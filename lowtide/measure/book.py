@@ -15,6 +15,7 @@ Answer = dict[str, Any]
 ANSWER = record(
     {
         "seconds": amount,
+        "disturbed": flag,  # other processes had its cores whenever it ran
         "arena_temporaries": whole(),
         "apart_temporaries": whole(),
         "heap_temporaries": whole(),

@@ -20,13 +20,16 @@ def pairs(graph: Graph, costs: Costs, op: int) -> list[Pair]:
     its bytes are there all the time, and nothing is saved.
     """
     updates, lasting, there = graph.ops[op].updates, graph.lasting_storages, graph.device_storages
-    storage = [value.storage for value in graph.values]
-    possible = (*updates, *(pair for pair in costs.in_place[op] if not lasting & {storage[value] for value in pair}))
+    measured = (pair for pair in costs.in_place[op] if not _any_in(graph, pair, lasting))
     return [
-        (made, read)
-        for made, read in dict.fromkeys(possible)
-        if costs.nbytes[made] == costs.nbytes[read] and not there & {storage[made], storage[read]}
+        pair
+        for pair in dict.fromkeys((*updates, *measured))
+        if costs.nbytes[pair[0]] == costs.nbytes[pair[1]] and not _any_in(graph, pair, there)
     ]
+
+
+def _any_in(graph: Graph, pair: Pair, storages: Container[int]) -> bool:
+    return any(graph.values[value].storage in storages for value in pair)
 
 
 def paired(possible: Iterable[Pair], dying: Container[int]) -> list[Pair]:

@@ -138,6 +138,8 @@ class Planning:
             program = self._with_copies(self.copying, budget, [one.program for one in fitting])
         elif program is None:
             program, bound = self._without_copies(budget or 0, [one.program for one in fitting], begun)
+        if program is None and not explain and budget is not None and not self._may_fit(budget):
+            raise BudgetError(f"no plan keeps {budget:,} bytes.", budget=budget)
         if program is None:
             program = self._last_resort(budget)
         return self._promise(program, budget, bound, begun)
@@ -268,6 +270,17 @@ class Planning:
         if library() is None:  # shaving is too slow to go far from where it starts
             starts += self._chains(None)
         return lowest(self.arrays, starts)
+
+    def _may_fit(self, budget: int) -> bool:
+        """Whether a sequence with the least peak fits; of windows, the first that does not fit is enough."""
+        if self.copying is not None:
+            return True
+
+        def least(inside: Planning, left: int) -> Ints | None:
+            sequence = inside._lowest_sequence
+            return sequence if inside.arrays.peak(sequence) <= left else None
+
+        return (self._joined(budget, least) if self.windows else least(self, budget)) is not None
 
     def _last_resort(self, budget: int | None) -> Program:
         """The program with the least peak, if that is within the budget; else an error says what is."""

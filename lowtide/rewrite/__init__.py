@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 
 from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
@@ -39,6 +40,7 @@ __all__ = [
     "PASSES",
     "Pass",
     "Rewritten",
+    "Trail",
     "apply",
     "chunks",
     "cut",
@@ -132,16 +134,38 @@ def _named(name: str) -> Pass:
     return next(one for one in PASSES if one.name == name)
 
 
-def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = None) -> Rewritten:
+@dataclass
+class Trail:
+    """The graphs that the passes went through that were last run: others that begin alike go on from there."""
+
+    graph: Graph | None = None  # where it begins
+    resized: Resized | None = None
+    steps: list[tuple[Rewrite, Graph, tuple[Change, ...], Resized | None]] = field(default_factory=list)
+
+    def resume(self, graph: Graph, resized: Resized | None, rewrites: list[Rewrite]) -> int:
+        """How many of these passes were run already; what came after them is forgotten."""
+        same = graph is self.graph and resized is self.resized
+        alike = takewhile(lambda pair: pair[0][0] == pair[1], zip(self.steps, rewrites, strict=False))
+        self.steps = self.steps[: sum(1 for _ in alike)] if same else []
+        self.graph, self.resized = graph, resized
+        return len(self.steps)
+
+
+def apply(
+    graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = None, trail: Trail | None = None
+) -> Rewritten:
     """The graph after these passes, in the order of PASSES, whatever order they are named in; checked after each."""
     wanted = {rewrite.name: rewrite for rewrite in rewrites}
     if unknown := sorted(wanted.keys() - {one.name for one in PASSES}):
         names = ", ".join(one.name for one in PASSES)
         raise UsageError(f"there is no rewrite {', '.join(unknown)}.", hint=f"there are {names}.")
-    changes = []
-    for one in PASSES:
-        if one.name not in wanted:
-            continue
+    passes = [one for one in PASSES if one.name in wanted]
+    trail = Trail() if trail is None else trail
+    done = trail.resume(graph, resized, [wanted[one.name] for one in passes])
+    changes: tuple[Change, ...] = ()
+    if done:
+        _, graph, changes, resized = trail.steps[-1]
+    for one in passes[done:]:
         if one.resizes and resized is None:
             raise UsageError(
                 f"{one.name} needs the step at other sizes, which nobody can capture of a graph alone.",
@@ -149,14 +173,14 @@ def apply(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None = N
             )
         setting = wanted[one.name].setting
         before, graph = graph, one.run(graph, setting, resized) if one.resizes else one.run(graph, setting)
-        if graph == before:
-            continue
-        if graph.fault is not None:
-            raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
-        changes.append(_change(one.by(setting), before, graph))
-        if one.alike and resized is not None:
-            resized = _resized(one, setting, resized)
-    return Rewritten(graph, tuple(changes))
+        if graph != before:
+            if graph.fault is not None:
+                raise ProgramError("bad rewrite", f"{one.name} made a graph that cannot be run: {graph.fault}")
+            changes = (*changes, _change(one.by(setting), before, graph))
+            if one.alike and resized is not None:
+                resized = _resized(one, setting, resized)
+        trail.steps.append((wanted[one.name], graph, changes, resized))
+    return Rewritten(graph, changes)
 
 
 def seen_after(graph: Graph, rewrites: Iterable[Rewrite], resized: Resized | None) -> tuple[Graph, Resized | None]:

@@ -510,15 +510,6 @@ def test_hooks_on_modules() -> None:
     assert all(same(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_are_refused(kind: str) -> None:
-    _, mirror = twins()
-    lowtide.attach(mirror, **QUICK)
-    getattr(mirror.first.weight, kind)(lambda _: None)
-    with pytest.raises(lowtide.CaptureError, match=r"'first.weight' has a hook"):
-        train(mirror)
-
-
 def test_forwards_that_wait_are_counted_and_said() -> None:
     model, mirror = twins()
     x = torch.randn(64, 8)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide
+from lowtide import batch as batching
 from lowtide import models
 from lowtide.batch import Levers, Parts, batch_sizes
 from lowtide.batch.scale import Scale
 from lowtide.choice import Away, Offload
 from lowtide.cli import app
+from lowtide.device import CPU, Device
 from lowtide.errors import BudgetError, UsageError
 from lowtide.measure import roofline, with_lanes
 from lowtide.plan import as_eager, least
@@ -44,6 +48,22 @@ def make():
 def uneven():
     return step, *make()[1:3], (torch.randn(4, 8), torch.arange(3) % 4)
 """
+
+
+class Scripted:
+    """A device by whose clock steps take as long as they say, some of them because others have its cores."""
+
+    def __init__(self, *steps: float) -> None:
+        self.steps = iter(steps)
+        self.now = self.waited = 0.0
+
+    def step(self) -> None:
+        seconds = next(self.steps)
+        self.now += seconds
+        self.waited += seconds if seconds > 1 else 0.0
+
+    def device(self) -> Device:
+        return dataclasses.replace(CPU, clock=lambda: self.now, delay=lambda: self.waited)
 
 
 def eager_peak(batch: int) -> int:
@@ -212,3 +232,19 @@ def test_words_of_offload_that_do_not_go_together_are_refused() -> None:
         ended = CliRunner().invoke(app, [*call, *more])
         assert ended.exit_code == UsageError.exit_code
         assert words in " ".join(ended.stderr.split())
+
+
+def test_real_steps_that_learn_or_share_their_cores_do_not_count() -> None:
+    script = Scripted(*[0.9] * batching.WARM_UPS, 5.0, 0.30, 7.0, 0.40, 0.35)
+    assert batching._median(script.step, script.device()) == pytest.approx(0.35)
+    busy = Scripted(*[0.9] * batching.WARM_UPS, *[5.0] * batching.STEPS[1])
+    assert batching._median(busy.step, busy.device()) == pytest.approx(5.0)
+
+
+def test_what_real_steps_say_counts_at_its_own_size_and_in_part_between() -> None:
+    def never(_: object) -> Any:
+        raise AssertionError
+
+    curve = batching._Curve(Scale(never, BUDGET, never, never, sizes=(1, 4, 16)), 0.0, Levers())
+    found = [curve._more((1.0, 2.0, 0.5), size) for size in (1, 2, 4, 8, 16, 64)]
+    assert found == pytest.approx([1.0, 2**0.5, 2.0, 1.0, 0.5, 0.5])

@@ -112,8 +112,8 @@ def test_sharded_models() -> None:
 
     with one_rank():
         refused(lambda model: FullyShardedDataParallel(model, device_id="cpu"), "FullyShardedDataParallel", "shards")
-        refused(lambda model: fully_shard(model), "FSDPModule", "fully_shard")
-        refused(inside(lambda part: fully_shard(part)), "module '0'", "FSDPModule")
+        refused(lambda model: fully_shard(model), "FSDPModule", "fully_shard", fits=True)
+        refused(inside(lambda part: fully_shard(part)), "module '0'", "FSDPModule", fits=True)
         refused(spread, "parameter '0.weight'", "DTensor", "full_tensor")
 
 

@@ -248,7 +248,8 @@ def test_a_ctrl_c_before_a_half_is_gone_is_heard_after_it(done: bool) -> None:
     fitted = inspect.getclosurevars(train).nonlocals["net"].fitted
     half = fitted((example[0],), {})
     if done:
-        half.finish([torch.zeros_like(half.outputs[0])])
+        half.go_on([torch.zeros_like(half.outputs[0])])
+        assert half.done
     signal_it = ctypes.PyDLL(None).PyErr_SetInterrupt
     signal_it.argtypes, signal_it.restype = [ctypes.py_object], None
     first = Something()

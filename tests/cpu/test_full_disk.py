@@ -91,6 +91,7 @@ def test_a_book_that_cannot_be_written_is_no_failure(
         monkeypatch.setattr(os, "fsync", lambda file: None)
     answer = {
         "seconds": 0.25,
+        "disturbed": False,
         "arena_temporaries": 64,
         "apart_temporaries": 64,
         "heap_temporaries": 64,

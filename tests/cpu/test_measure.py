@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import mmap
@@ -23,7 +25,7 @@ from torch import nn
 
 import lowtide
 from lowtide import models
-from lowtide.device import CPU
+from lowtide.device import CPU, Device
 from lowtide.execute.timings import PATIENCE, STEPS, Timings
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
@@ -172,7 +174,9 @@ def test_the_code_that_a_library_compiles_is_counted_once(monkeypatch: pytest.Mo
     def compiling(specimens: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for specimen in specimens:
             room = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0}
-            yield {"seconds": 1.0, **room, "in_place": [], "code": 10} | {"outputs": [None] * len(specimen["outputs"])}
+            yield {"seconds": 1.0, "disturbed": False, **room, "in_place": [], "code": 10} | {
+                "outputs": [None] * len(specimen["outputs"])
+            }
 
     monkeypatch.setattr(measuring, "_ask", compiling)
     graph = lowtide.capture(*models.build("mlp:depth=6")).graph
@@ -201,6 +205,7 @@ def test_one_flipped_digit_of_an_answer_is_not_believed(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
     answer = {
         "seconds": 0.25,
+        "disturbed": False,
         "arena_temporaries": 64,
         "apart_temporaries": 64,
         "heap_temporaries": 64,
@@ -229,7 +234,7 @@ def test_one_flipped_digit_of_an_answer_is_not_believed(monkeypatch: pytest.Monk
 def test_answers_that_others_may_have_written_are_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
     room = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0}
-    answer = {"seconds": 1.0, **room, "outputs": [], "in_place": [], "code": 0}
+    answer = {"seconds": 1.0, "disturbed": False, **room, "outputs": [], "in_place": [], "code": 0}
     book = Book([])
     book.add({"a": answer})
     book.path.chmod(0o620)
@@ -277,6 +282,103 @@ def test_a_process_that_dies_of_a_call_is_started_again(monkeypatch: pytest.Monk
     assert killed
     assert answers[1] == {"error": "the process ended with code -9"}
     assert answers[0]["outputs"] == answers[2]["outputs"]
+
+
+def test_the_process_that_measures_is_the_first_to_go_where_memory_is_short() -> None:
+    process = measuring._start()
+    try:
+        place = Path(f"/proc/{process.pid}/oom_score_adj")
+        if not place.exists():
+            pytest.skip("this system ranks no processes")
+        assert int(place.read_text(encoding="ascii")) == 1000
+    finally:
+        measuring._end(process)
+
+
+def test_where_there_is_no_memory_to_measure_it_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start() -> Any:
+        command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started[-1].wait()
+        return started[-1]
+
+    def end(process: Any) -> int:
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return int(process.returncode)
+
+    monkeypatch.setattr(measuring, "_start", start)
+    monkeypatch.setattr(measuring, "_end", end)
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    costs = lowtide.measure(graph, cache=False)
+    assert len(started) == 2
+    assert all("no memory for the process that measures" in note for note in costs.notes)
+    assert all(seconds > 0 for seconds in costs.seconds)
+
+
+@pytest.mark.parametrize("calls", [(0.004, 0.9, 0.9, 0.004, 0.9, 0.004), (0.9, 0.9, 0.8, 0.9, 0.9)])
+def test_calls_beside_which_others_ran_do_not_count(calls: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    call = bench_call.Call(measuring.specimen(graph, 0))
+    now, delay, coming = 0.0, 0.0, iter(calls)
+    cold = True
+
+    def run() -> None:
+        nonlocal now, delay, cold
+        seconds = next(coming, calls[-1]) if cold else 0.001
+        now += seconds
+        delay += seconds if seconds > 0.1 else 0.0
+        cold = not cold
+
+    monkeypatch.setattr(call, "run", run)
+    monkeypatch.setattr(bench_call, "_chill", lambda *_: 0.0)
+    monkeypatch.setattr(bench_call, "PATIENCE", 4.0)
+    call.device = dataclasses.replace(call.device, clock=lambda: now, delay=lambda: delay)
+    assert bench_call._seconds(call, None) == (pytest.approx(min(calls)), min(calls) < 0.1)
+
+
+def test_a_price_of_a_busy_moment_is_asked_again_on_a_calm_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    plain = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0, "in_place": [], "code": 0}
+    asked: list[int] = []
+    busy, calm = True, False
+
+    def answer(cuts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        asked.append(len(cuts))
+        for cut in cuts:
+            outputs = [item and item[3] for item in cut["outputs"]]
+            yield {**plain, "seconds": 9.0 if busy else 1.0, "disturbed": busy, "outputs": outputs}
+
+    monkeypatch.setattr(measuring, "_ask", answer)
+    monkeypatch.setattr(measuring, "_is_calm", lambda *_: calm)
+    assert max(lowtide.measure(graph).seconds) == 9.0
+    assert max(lowtide.measure(graph).seconds) == 9.0  # it is as busy as it was
+    busy, calm = False, True
+    assert max(lowtide.measure(graph).seconds) == 1.0
+    assert max(lowtide.measure(graph).seconds) == 1.0
+    assert asked == [asked[0], 0, asked[0], 0]
+
+
+def test_a_device_is_calm_where_its_threads_wait_for_no_core() -> None:
+    def sharing(part: float) -> Device:
+        now = (number * 0.01 for number in itertools.count())
+        last = 0.0
+
+        def clock() -> float:
+            nonlocal last
+            last = next(now)
+            return last
+
+        return dataclasses.replace(CPU, clock=clock, delay=lambda: part * last)
+
+    found = [measuring._is_calm(sharing(part), "cpu") for part in (0.0, 0.01, 0.5)]
+    assert found == [True, True, False]
 
 
 def test_an_op_that_cannot_be_measured_is_estimated_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +454,7 @@ def test_the_first_steps_of_a_fitted_step_time_its_ops(monkeypatch: pytest.Monke
     told: list[dict[int, float]] = []
     maker = importlib.import_module("lowtide.fit.make")
     monkeypatch.setattr(maker, "correct", lambda graph, costs, seconds: told.append(dict(seconds)))
-    monkeypatch.setattr(importlib.import_module("lowtide.execute.timings"), "WAKING", math.inf)  # calm or not
+    monkeypatch.setattr(importlib.import_module("lowtide.device.record"), "WAKING", math.inf)  # calm or not
     train = lowtide.fit(step, model, optimizer, example=example, budget="60%", time_limit=0.1)
     begun = time.perf_counter()
     for _ in range(10):

@@ -144,6 +144,7 @@ def test_a_book_of_costs_gives_what_was_written_or_nothing(
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
     answer = {
         "seconds": 0.25,
+        "disturbed": False,
         "arena_temporaries": 64,
         "apart_temporaries": 64,
         "heap_temporaries": 64,

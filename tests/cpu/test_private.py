@@ -26,6 +26,7 @@ import numpy
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +111,44 @@ def test_what_ddp_was_told() -> None:
         assert isinstance(ddp.reducer, torch.distributed.Reducer)
         ddp.register_comm_hook(None, lambda state, bucket: bucket)
         assert private.ddp_hooked(ddp)
+
+
+@canary(
+    *("fully_sharded", "fsdp_groups", "Sharded", "fsdp_parameters", "fsdp_told", "fsdp_followed", "chunk_cat"),
+    *("local_part", "put_parameter"),
+    does="knows the shards of fully_shard, and stands in for its hooks",
+)
+def test_the_shards_of_fully_shard() -> None:
+    with one_rank():
+        assert not private.fully_sharded(torch.nn.Linear(2, 3))
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1, bias=False))
+        fully_shard(model[0])
+        fully_shard(model)
+        assert private.fully_sharded(model)
+        groups = private.fsdp_groups(model)
+        assert [len(private.fsdp_parameters(group)) for group in groups] == [1, 2]
+        assert not any(wrong for group in groups for wrong, _, _ in private.fsdp_told(group))
+        one = private.fsdp_parameters(groups[0])[0]
+        assert isinstance(one, private.Sharded)
+        assert one.parameter is model[1].weight
+        assert (one.size, one.places) == ((1, 3), ((model[1], "weight"),))
+        assert private.local_part(one.parameter) is one.local
+        assert isinstance(one.made(one.local), type(one.parameter))
+        said: list[tuple[str, int]] = []
+        calls = [lambda group, word=word: said.append((word, groups.index(group))) for word in ("in", "out", "back")]
+        with private.fsdp_followed(*calls):
+            for group in groups:
+                for part in private.fsdp_parameters(group):
+                    for module, name in part.places:
+                        private.put_parameter(module, name, torch.nn.Parameter(part.local.clone()))
+            model(torch.ones(4, 2)).sum().backward()
+        assert said == [("in", 0), ("in", 1), ("out", 1), ("out", 0), ("back", 0), ("back", 1)]
+        model.set_requires_gradient_sync(False)
+        assert [what for wrong, what, _ in private.fsdp_told(groups[0]) if wrong] == [
+            "set_requires_gradient_sync(False)"
+        ]
+    rows = private.chunk_cat([torch.arange(3.0), torch.arange(4.0)], 2)
+    assert rows.tolist() == [[0, 1, 0, 1], [2, 0, 2, 3]]
 
 
 @canary("FakeTensor", "FakeTensorMode", "fake_mode", does="lets a step be traced on tensors without contents")
@@ -672,7 +711,7 @@ def test_every_name_has_a_canary() -> None:
         for name, thing in vars(private).items()
         if not name.startswith("_")
         and not isinstance(thing, ModuleType)
-        and name not in ("Any", "Callable", "Sequence")
+        and name not in ("Any", "Callable", "Iterator", "NamedTuple", "Sequence")
     }
     refusal = {"FIRST", "BEYOND", "PARTS", "VersionError", "refuse_version", "refuse_missing", "annotations"}
     assert names - refusal - WATCHED == set()

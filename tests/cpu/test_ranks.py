@@ -1,4 +1,4 @@
-"""Several processes: DDP as ops of the step, equal to plain DDP to the bit, within the budget of each rank.
+"""Several processes: DDP and fully_shard as ops of the step, equal to them to the bit, within the budget of each rank.
 
 Two ranks are equal whatever the order in which gradients are added. With four the order matters, and with it DDP's
 buckets, their order and the places in them: those are tested by being equal at each of five steps, the first with the
@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 300  # seconds for one scenario
 
 
-def ranks(scenario: str, count: int, folder: Path) -> None:
-    """Run a scenario of ranked.py on so many ranks, and fail with what they say where one fails."""
+def ranks(scenario: str, count: int, folder: Path, file: str = "ranked.py") -> None:
+    """Run a scenario of a file on so many ranks, and fail with what they say where one fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = str(Path(__file__).with_name("ranked.py"))
+    script = str(Path(__file__).with_name(file))
     running = [
         subprocess.Popen(
             [sys.executable, script, scenario, str(rank), str(count), str(folder)],
@@ -46,6 +46,17 @@ def ranks(scenario: str, count: int, folder: Path) -> None:
 
 def test_two_ranks_with_batch_norm_and_dropout(tmp_path: Path) -> None:
     ranks("cheap", 2, tmp_path)
+
+
+def test_two_ranks_of_shards(tmp_path: Path) -> None:
+    ranks("cheap", 2, tmp_path, "sharded.py")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scenario", ["budgets", "kinds", "others", "alone", "refused"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_shards(tmp_path: Path, scenario: str, count: int) -> None:
+    ranks(scenario, count, tmp_path, "sharded.py")
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def _alone(*names: str) -> tuple[Way, ...]:
     return tuple(Way(name, name) for name in names)
 
 
-LOW = "input8,activations16:products,weights16"
+LOW = "input8,activations16:products,weights16,state8"
 IMAGES = (
     Way(EAGER, headline=True),
     Way("exact"),
@@ -34,9 +34,11 @@ IMAGES = (
     Way("microbatches of 5", "microbatch:20,batch-statistics:5", headline=True),
     Way("microbatches of 2", "microbatch:50,batch-statistics:2"),
     Way("microbatches of 1", "microbatch:100,batch-statistics:1"),
-    Way("16 bits", LOW),
-    Way("16 bits, microbatches of 5", f"{LOW},microbatch:20,batch-statistics:5"),
-    Way("sparse, 16 bits, microbatches of 5", f"{LOW},sparse:0.3,microbatch:20,batch-statistics:5", headline=True),
+    Way("low precision", LOW),
+    Way("low precision, microbatches of 5", f"{LOW},microbatch:20,batch-statistics:5"),
+    Way(
+        "sparse, low precision, microbatches of 5", f"{LOW},sparse:0.3,microbatch:20,batch-statistics:5", headline=True
+    ),
     Way("within 6.57MB (60.7 times less)", "lossy", "6.57MB", headline=True),
     Way("within 4.0MB (100 times less)", "lossy", "4.0MB"),
 )
