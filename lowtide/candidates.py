@@ -24,14 +24,14 @@ from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan
 from lowtide.rewrite import EXACT, Rewritten, Trail, apply
-from lowtide.rewrites import Rewrite, exactness
+from lowtide.rewrites import TRIED, Rewrite, exactness
 from lowtide.simulate import simulate
 
 if TYPE_CHECKING:
     from lowtide.choice import Leave
 
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
-ELSEWHERE = {"offload", "homes"}  # rewrites that a plan brings with it: they need no leave, every bit stays
+ELSEWHERE = {"offload", "homes", *TRIED}  # rewrites that a plan brings with it: they need no leave, every bit stays
 IN_PARTS = "microbatch"  # the rewrite whose setting is into how many parts all of the step goes
 MANY_OPS = 8_000  # ops of graphs planned with lossy rewrites, after which one that fits is good enough
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are

@@ -25,7 +25,7 @@ from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
 from lowtide.rewrite import EXACT, Rewritten, Trail, apply, leaving_bytes, named, offload, seen_after
-from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, Allowed, Rewrite, exactness
+from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness
 
 __all__ = [
     "ELSEWHERE",
@@ -45,6 +45,7 @@ __all__ = [
 
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
+TRIALS = 4  # of a rewrite, each without the calls that lacked torch's bits in the one before
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
 
 
@@ -223,6 +224,58 @@ def choose(
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
     error says what would fit if there were a place to go to that is only named (`could`).
     """
+    tried = _tried(graph, price, leave, say)
+    if tried:
+        try:
+            return _choose(graph, price, search, replace(leave, always=(*leave.always, *tried)), away, None, say)
+        except BudgetError:
+            say(f"nothing fits with {', '.join(map(str, tried))}: planning without")
+    return _choose(graph, price, search, leave, away, could, say)
+
+
+def _tried(graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> tuple[Rewrite, ...]:
+    """Of the bitwise rewrites that are taken by name, those with torch's bits and less time, as measured here."""
+    found = [_with_bits(name, graph, price, leave, say) for name in TRIED if name in leave.allowed]
+    return tuple(one for one in found if one is not None)
+
+
+def _with_bits(name: str, graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> Rewrite | None:
+    """The rewrite without those ops whose trial showed other bits than torch's; None where it does not pay then."""
+    one, captured = named(name), {op.name for op in graph.ops}
+    assert one is not None
+    plain, without = leave.apply(graph, ()).graph, set[str]()
+    before = price(plain)
+    for _ in range(TRIALS):
+        rewrite = one.by("+".join(sorted(without)) or None)
+        changed = leave.apply(graph, (rewrite,)).graph
+        if changed.fingerprint == plain.fingerprint:
+            return None
+        costs = price(changed)
+        if costs.origin != "measured":
+            say(f"{name}: not taken, for only measured costs tell whether every bit is torch's")
+            return None
+        differing = {changed.ops[op].name for op in costs.differing}
+        if not differing:
+            seconds = [sum(of.seconds[op] for op in seen.ordinary) for seen, of in ((plain, before), (changed, costs))]
+            say(f"{name}: every call has torch's bits; {seconds[1]:.3g} s, {seconds[0]:.3g} s without")
+            return rewrite if seconds[1] < seconds[0] else None
+        if not differing <= captured - without:  # a conversion, which is nobody else's
+            break
+        without |= differing
+    say(f"{name}: not taken, for here some calls have other bits than torch's")
+    return None
+
+
+def _choose(
+    graph: Graph,
+    price: Callable[[Graph], Costs],
+    search: Search,
+    leave: Leave,
+    away: Away | None,
+    could: Away | None,
+    say: Say,
+) -> Choice:
+    """The same for what is always done and what is not."""
     chooser = Chooser(graph, price, search, leave, say)
     if away is not None:
         _elsewhere(chooser, away)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -107,6 +108,10 @@ try:
     )
 except (ImportError, AttributeError) as error:
     raise _refusal(f"which has changed inside ({error})") from error
+
+_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [_P, ctypes.c_char_p, _P]
 
 ACCUMULATES = 2**64 - 1  # the sequence number of the nodes that add to a parameter's gradient
 
@@ -524,6 +529,39 @@ def keep_fraction(fraction: float) -> None:
     import torch._functorch.config as settings
 
     settings.activation_memory_budget = fraction
+
+
+def opaque_description(tensor: torch.Tensor) -> bytes:
+    """How the library of convolutions has laid out a tensor that is its own."""
+    words: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(tensor)
+    return ctypes.string_at(words.data_ptr(), words.numel())
+
+
+def opaque_memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address and the bytes of a tensor that is the library's own."""
+    return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    """The functions in C that compiled models call: those of the library that torch has loaded already."""
+    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+
+
+def opaque_over(address: int, sizes: Sequence[int], description: bytes) -> torch.Tensor:
+    """A tensor of the library's own over memory of ours, which must outlive it: the library reads what is there."""
+    strides, numbers = (ctypes.c_int64 * len(sizes))(), (ctypes.c_int64 * len(sizes))(*sizes)
+    functions, handle = _functions(), ctypes.c_void_p()
+    found = functions.aoti_torch_create_tensor_from_blob_v2
+    place = (functions.aoti_torch_dtype_float32(), functions.aoti_torch_device_type_cpu(), -1)
+    layout = functions.aoti_torch_layout__mkldnn()
+    found.argtypes = [_P, _I64, _P, _P, _I64, _I32, _I32, _I32, _P, _I32, _P, _I64]
+    said = (ctypes.byref(handle), layout, description, len(description))
+    made = found(address, len(sizes), numbers, strides, 0, *place, *said)
+    if made != 0:
+        raise RuntimeError("torch makes no tensor of a description of its own")
+    tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle.value, None, None))
+    return tensor
 
 
 PARTS = (

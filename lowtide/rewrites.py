@@ -28,6 +28,7 @@ LOSSY_ORDER = ("input8", "activations16", "weights16", "state8", "activations8",
 FORMS = frozenset({"sparse", "weights16", "state8"})  # of these, what changes how the caller's tensors are stored
 PART = re.compile(r"_part\d+$")
 BY_NAME = ("activations4",)  # lossy ones that no tier allows
+TRIED = ("blocked",)  # bitwise ones that are taken where a trial on this machine shows bits and gain, by name only yet
 TIERS: tuple[Exactness, ...] = ("rounding", "lossy")
 
 
@@ -94,7 +95,7 @@ class Allowed:
     named: tuple[tuple[str, Setting], ...] = ()  # names that allow only themselves, or give a setting
 
     def __bool__(self) -> bool:
-        return self.tier != "bitwise" or bool(self.named)
+        return self.tier != "bitwise" or any(name not in TRIED for name, _ in self.named)
 
     def __contains__(self, name: object) -> bool:
         tiers = ((), ROUNDING, ROUNDING + LOSSY_ORDER)
@@ -128,10 +129,10 @@ def read_allow(allow: str | Iterable[str] | None, rounding: bool = False) -> All
         name, _, setting = written.strip().replace("=", ":", 1).partition(":")
         if name in TIERS and not setting:
             tier = max(tier, TIERS[TIERS.index(name)], key=EXACTNESS.index)
-        elif name in (*ROUNDING, *LOSSY_ORDER, *BY_NAME):
+        elif name in (*ROUNDING, *LOSSY_ORDER, *BY_NAME, *TRIED):
             named[name] = _number(setting) if setting else None
         else:
-            known = ", ".join((*TIERS, *ROUNDING, *LOSSY_ORDER, *BY_NAME))
+            known = ", ".join((*TIERS, *ROUNDING, *LOSSY_ORDER, *BY_NAME, *TRIED))
             raise UsageError(f"there is no {written.strip()!r} that could be allowed.", hint=f"there are {known}.")
     return Allowed(tier, tuple(named.items()))
 

@@ -13,7 +13,7 @@ numpy, and the buffers that MKL and OpenMP keep for themselves.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from lowtide.allocator import build
 from lowtide.allocator.build import AllocatorUnavailable
 from lowtide.errors import LowtideError, UsageError
 
-__all__ = ["AllocatorUnavailable", "Event", "Meter", "Recording", "available", "installed", "meter", "record"]
+__all__ = ["AllocatorUnavailable", "Event", "Meter", "Recording", "available", "hold", "installed", "meter", "record"]
 
 _KINDS: tuple[Literal["alloc"], Literal["free"]] = ("alloc", "free")
 _REFUSED = -1  # kRefused in allocator.cpp
@@ -143,6 +143,19 @@ def installed() -> bool:
     """Whether torch allocates through lowtide's allocator now."""
     library = build.loaded()
     return library is not None and bool(library.lowtide_installed())
+
+
+def hold() -> Callable[[], None] | None:
+    """Keep lowtide's allocator in place, where it is, until the answer is called; None: another one is in place.
+
+    A library that gives its memory back to torch's allocator of that moment, rather than to the one that made it, would
+    give ours to another.
+    """
+    library = build.loaded()
+    if library is None or not library.lowtide_hold():
+        return None
+    let_go: Callable[[], None] = library.lowtide_let_go
+    return let_go
 
 
 def _check(answer: int, *, busy: str) -> None:

@@ -372,6 +372,17 @@ int64_t lowtide_installed() {
   return c10::GetCPUAllocator() == &ours();
 }
 
+// Keeps our allocator in place while it is: for a block that will be given back to whichever is in place by then.
+int64_t lowtide_hold() {
+  Guard guard(ledger().lock);
+  return c10::GetCPUAllocator() == &ours() && installation.enter();
+}
+
+void lowtide_let_go() {
+  Guard guard(ledger().lock);
+  installation.leave();
+}
+
 // Returns the slot of a new meter, kRefused or kBusy.
 int64_t lowtide_meter_start() {
   Guard guard(ledger().lock);

@@ -16,6 +16,8 @@ TORCH = Path(torch.__file__).parent
 NUMBER, NUMBERS, HANDLE = ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
 FUNCTIONS: native.Signatures = {
     "lowtide_installed": ([], NUMBER),
+    "lowtide_hold": ([], NUMBER),
+    "lowtide_let_go": ([], None),
     "lowtide_meter_start": ([], NUMBER),
     "lowtide_meter_read": ([NUMBER, NUMBERS], None),
     "lowtide_meter_stop": ([NUMBER, NUMBERS], None),

@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocks, collectives, expected, forms, grouped, sparse
+from lowtide.kernels import blocked, blocks, collectives, expected, forms, grouped, sparse
 from lowtide.kernels.own import quicker
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
@@ -39,6 +39,7 @@ _LIBRARY.define(
     "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"
     " -> Tensor[]"
 )
+blocked.define(_LIBRARY)
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
 sparse.define(_LIBRARY)
@@ -86,6 +87,8 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(builtins if name in EXTREMES else operator, name)
+    if target in blocked.TARGETS:
+        blocked.get_ready()
     return own(target) or forms.called(target) or bare_kernel(overload(target))
 
 
@@ -142,7 +145,7 @@ def functional(target: str) -> str | None:
 def is_product(target: str) -> bool:
     """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
     known = target.startswith("aten.") and overload(target).overloadpacket in flop_registry
-    return known or sparse.is_product(target)
+    return known or sparse.is_product(target) or blocked.is_product(target)
 
 
 def constant(family: str, name: str) -> Any:

@@ -23,7 +23,7 @@ from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph, Op
-from lowtide.kernels import collectives, forms, own, sparse
+from lowtide.kernels import blocked, blocked_plain, collectives, forms, opaque, own, sparse
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
 from lowtide.measure.roofline import roofline
@@ -127,6 +127,7 @@ def _costs(
     in_arena, in_heap = [0] * len(graph.ops), [0] * len(graph.ops)
     in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
     failures: dict[str, str] = {}
+    differing: list[int] = []
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
         if key is None:
             if op.target not in collectives.COLLECTIVES:
@@ -134,6 +135,8 @@ def _costs(
             in_arena[index] = in_heap[index] = _held_inside(graph, op, where.alignment)
             continue
         answer = answers[key]
+        if op.target in blocked.TARGETS and not answer.get("exact", False):
+            differing.append(index)
         if "error" in answer:
             failures[op.target] = answer["error"]
             continue
@@ -165,6 +168,7 @@ def _costs(
         alignment=where.alignment,
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
+        differing=tuple(differing),
     )
 
 
@@ -254,9 +258,10 @@ def _end(process: subprocess.Popen[str]) -> int:
 
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures, and our own kernels."""
-    here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py")]
-    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE)
+    here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py", "trial.py")]
+    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE, blocked.SOURCE)
+    modules = (scratch, own, forms, sparse, blocked, blocked_plain, opaque)
     return [
         path.read_text(encoding="utf-8")
-        for path in (*here, *map(Path, (scratch.__file__, own.__file__, forms.__file__, sparse.__file__)), *sources)
+        for path in (*here, *(Path(str(module.__file__)) for module in modules), *sources)
     ]

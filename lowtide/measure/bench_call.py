@@ -21,6 +21,7 @@ from lowtide.device import Device
 from lowtide.graph import Arg, Constant, Read
 from lowtide.graph.decode import decode_arg
 from lowtide.kernels import sparse
+from lowtide.measure.trial import has_torch_bits
 from lowtide.private import storage_key
 
 BUDGET = 0.1  # seconds of repetitions for one call
@@ -122,8 +123,10 @@ def bench(specimen: dict[str, Any], *, metered: bool) -> dict[str, Any]:
     fresh = [_own_bytes(item, call) for item in call.results(returned)]
     del returned
     pairs = _sits_on(call, room.arena_temporaries) if room is not None and not specimen["written"] else []
+    exact = has_torch_bits(specimen["target"], call.args)
     seconds, calm = _seconds(call, room)
     return {
+        **({} if exact is None else {"exact": exact}),
         "seconds": seconds,
         "disturbed": not calm,
         "arena_temporaries": 0 if room is None else room.arena_temporaries,

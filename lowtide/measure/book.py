@@ -22,6 +22,7 @@ ANSWER = record(
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),
         "code": whole(),
+        "exact": Absent(flag, True),  # whether a call of ours has torch's bits here
         "in_step": Absent(amount, None),  # seconds as steps saw them
     }
 )

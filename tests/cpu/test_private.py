@@ -792,3 +792,15 @@ def test_import_lowtide_refuses(tmp_path: Path) -> None:
 def test_the_bounds_are_those_of_the_package() -> None:
     first, beyond = re.findall(r"\d+\.\d+", needed())
     assert (first, beyond) == tuple(".".join(map(str, bound)) for bound in (private.FIRST, private.BEYOND))
+
+
+@canary(
+    "opaque_description", "opaque_memory", "opaque_over", does="show tensors to oneDNN in the layout that it works in"
+)
+def test_tensors_of_the_library_of_convolutions() -> None:
+    numbers = torch.arange(16.0 * 2 * 2).view(1, 16, 2, 2)
+    own = numbers.to_mkldnn()
+    address, nbytes = private.opaque_memory(own)
+    assert nbytes == 4 * numbers.numel()
+    seen = private.opaque_over(address, (1, 16, 2, 2), private.opaque_description(own))
+    assert torch.equal(seen.to_dense(), numbers)
