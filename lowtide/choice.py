@@ -25,7 +25,7 @@ from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
 from lowtide.rewrite import EXACT, Rewritten, Trail, apply, leaving_bytes, named, offload, seen_after
-from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness
+from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness, has_tried
 
 __all__ = [
     "ELSEWHERE",
@@ -251,7 +251,7 @@ def _with_bits(name: str, graph: Graph, price: Callable[[Graph], Costs], leave: 
         if changed.fingerprint == plain.fingerprint:
             return None
         costs = price(changed)
-        if costs.origin != "measured":
+        if costs.differing is None:
             say(f"{name}: not taken, for only measured costs tell whether every bit is torch's")
             return None
         differing = {changed.ops[op].name for op in costs.differing}
@@ -410,6 +410,20 @@ def given(
         raise UsageError("the plan is one of another step.", hint="plan this step.")
     found = plan if isinstance(plan, Plan) else Plan.load(plan, candidate)
     costs = price(candidate)
+    if has_tried(rewritten.rewrites):
+        _refuse_other_bits(candidate, costs)
     if found.rewrites != rewritten.rewrites:  # a file from before plans said which
         found = replace(found, rewrites=rewritten.rewrites)
     return Choice(candidate, costs, found, eager_peak(graph, rewritten, costs, price))
+
+
+def _refuse_other_bits(graph: Graph, costs: Costs) -> None:
+    """Raise where a plan has calls of ours that are not known to have torch's bits on this machine."""
+    if costs.differing == ():
+        return
+    differing = ", ".join(graph.ops[op].name for op in (costs.differing or ())[:4])
+    why = f"some of them have other bits than torch's here: {differing}" if differing else "they were not tried here"
+    raise FileError(
+        f"the plan has calls of lowtide's own in place of torch's, and {why}.",
+        hint='plan the step on this machine, with measured costs (costs="measured").',
+    )

@@ -54,7 +54,7 @@ class Costs:
     staging: int = 0  # bytes of the device that copies go through, beside what a program with copies holds
     code: int = 0  # bytes of address space that libraries keep for what they compile for the ops, beside any budget
     alignment: int = ALIGNMENT  # bytes: every offset in the arena is a multiple of it
-    differing: tuple[int, ...] = field(default=(), compare=False)  # ops of ours that were tried and lack torch's bits
+    differing: tuple[int, ...] | None = field(default=None, compare=False)  # ops without torch's bits; None: untried
     notes: tuple[str, ...] = field(default=(), compare=False)  # what could not be measured, and what stands in for it
 
     def persistent(self, graph: Graph) -> int:

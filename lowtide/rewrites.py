@@ -87,6 +87,11 @@ def exactness(rewrites: Iterable[Rewrite]) -> Exactness:
     return max((one.exactness for one in rewrites), key=EXACTNESS.index, default="bitwise")
 
 
+def has_tried(rewrites: Iterable[Rewrite]) -> bool:
+    """Whether calls of ours stand for torch's, which a trial on this machine must allow."""
+    return any(one.name in TRIED for one in rewrites)
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What may be done to a step that changes its bits: a tier, and names."""

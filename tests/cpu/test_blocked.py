@@ -7,6 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +18,16 @@ from twins import assert_exact
 
 import lowtide
 from lowtide import allocator, models
+from lowtide.choice import given
+from lowtide.costs import Costs
+from lowtide.errors import FileError
 from lowtide.graph import Graph
 from lowtide.kernels import blocked as ops
 from lowtide.kernels import kernel, opaque
+from lowtide.measure import roofline
 from lowtide.measure.trial import has_torch_bits
 from lowtide.plan import as_eager
+from lowtide.rewrite import EXACT, apply, named
 from lowtide.rewrite.blocked import blocked
 from lowtide.rewrites import NOTHING, read_allow
 
@@ -201,3 +208,23 @@ def test_blocked_is_allowed_by_name_and_keeps_every_bit() -> None:
     assert not allowed
     assert "blocked" not in NOTHING
     assert "blocked" not in read_allow("lossy")
+
+
+@needs_layout
+def test_a_plan_with_our_calls_needs_a_trial_where_it_is_loaded(tmp_path: Path) -> None:
+    """Where a call has other bits, or nobody has tried, the plan is refused."""
+    graph = lowtide.capture(*models.build("wrn-28-2:blocks=1,batch=2")).graph
+    one = named("blocked")
+    assert one is not None
+    changed = apply(graph, (*EXACT, one.by(None)))
+    found = lowtide.plan(changed.graph, roofline(changed.graph), 2**30, time_limit=0.1)
+    path = tmp_path / "step.plan"
+    replace(found, rewrites=changed.rewrites).save(path)
+    for differing, words in ((None, "not tried here"), ((0,), "other bits than torch's here")):
+        with pytest.raises(FileError, match=words):
+            given(path, graph, partial(_priced, differing))
+    assert given(path, graph, partial(_priced, ())).plan.rewrites == changed.rewrites
+
+
+def _priced(differing: tuple[int, ...] | None, graph: Graph) -> Costs:
+    return replace(roofline(graph), differing=differing)
