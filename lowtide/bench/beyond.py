@@ -5,7 +5,8 @@ force from before the model is built: torch and lowtide are imported, and torch'
 yet. Where this system lets us make a control group of memory, that is the limit: it counts every page that the process
 gets from then on, those of files among them, and who needs more is killed. Else limits are on its data (RLIMIT_DATA:
 what it holds in memory of its own) and on its address space (RLIMIT_AS: with the files that it maps, so with room for
-what lives in one), and VmHWM says how many pages, those of files among them, were resident at the most.
+what lives in one), and VmHWM says how many pages, those of files among them, were resident at the most. What ops cost
+is known by then: another process has measured it, which is not held.
 """
 
 from __future__ import annotations
@@ -169,7 +170,10 @@ def _main(target: str, way: str, budget: int, slack: int, steps: int, time_limit
             told["state"] = _state(model, optimizer)
         _say(**told)
     if way == "free":
-        _say(persistent=storage_bytes(_tensors([*lasting_tensors(model, optimizer, ()), *tree.flatten(example)[0]])))
+        persistent = storage_bytes(_tensors([*lasting_tensors(model, optimizer, ()), *tree.flatten(example)[0]]))
+        _say(persistent=persistent)
+        # Prices are kept: who is held does not measure, in a process of its own that the group would count, too.
+        fit(step, model, optimizer, example=example, budget=persistent // HALF, time_limit=time_limit, offload="disk")
 
 
 def _warm_up(target: str) -> None:
