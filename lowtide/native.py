@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowtide import child
 from lowtide.errors import LowtideError
 from lowtide.files.cache import find, keep, looked_in, own_folder, private_folder
 from lowtide.files.disk import is_full
@@ -169,16 +170,15 @@ def _give_types(opened: ctypes.CDLL | ctypes.PyDLL, signatures: Signatures) -> N
 def _run(command: list[str], workshop: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the compiler, whose own temporary files go to the workshop too."""
     environment = None if workshop is None else {**os.environ, "TMPDIR": str(workshop)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMPILE_SECONDS,
-            check=False,
-            env=environment,
-        )
+        with child.start(command, errors="replace", env=environment, **pipes) as process:
+            try:
+                said, complaints = process.communicate(timeout=COMPILE_SECONDS)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, said, complaints)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"the C++ compiler {command[0]} can't be run: {error}", hint=INSTALL) from error
 

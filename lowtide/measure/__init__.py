@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide import device, files, kernels
+from lowtide import child, device, files, kernels
 from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
@@ -33,7 +33,6 @@ from lowtide.measure.surroundings import surroundings
 __all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
 
 PATIENCE = 300  # seconds after which a call is given up
-FIRST_TO_GO = "1000"  # where memory is short, the system ends the process that measures, and never yours for it
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
 NO_MEMORY = "the system has no memory for the process that measures"
 PROBE, GLANCE = 2**18, 0.05  # numbers that all threads work on, and for how many seconds, to see if they have cores
@@ -213,17 +212,8 @@ def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "lowtide.measure.worker", str(torch.get_num_threads())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    with contextlib.suppress(OSError):  # a system without it, or a process that is gone by now
-        Path(f"/proc/{process.pid}/oom_score_adj").write_text(FIRST_TO_GO, encoding="ascii")
-    return process
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return child.start(command, env=environment, **pipes)
 
 
 def _answer(process: subprocess.Popen[str], cut: dict[str, Any]) -> dict[str, Any] | None:

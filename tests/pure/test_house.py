@@ -32,6 +32,7 @@ INSTRUMENTS = {
     "device",
     "ending",
     "kernels",
+    "child",
     "native",
     "packed",
     "private",
@@ -74,7 +75,7 @@ PLAIN = {
     "errors",
     "files",
 }  # data that the judge and the simulator both may read
-WITHOUT_TORCH = NOUNS | {"ending", "native", "plan", "progress", "report"}
+WITHOUT_TORCH = NOUNS | {"child", "ending", "native", "plan", "progress", "report"}
 MAY_IMPORT = {  # besides itself
     **dict.fromkeys(NOUNS, NOUNS),
     **dict.fromkeys(INSTRUMENTS, NOUNS | INSTRUMENTS),
