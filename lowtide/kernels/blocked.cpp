@@ -5,9 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "statistics.hpp"
 #include "threads.hpp"
-
-#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -82,21 +81,8 @@ INLINE void count_statistics(const Norm& norm, int64_t block) {
       }
     }
   }
-  const float momentum = static_cast<float>(norm.momentum), rest = 1 - momentum;
   for (int k = 0; k < kBlock; ++k) {
-    const int64_t c = first + k;
-    const float away = static_cast<float>(squares[k]);
-    const double variance = away / static_cast<float>(count);
-    const double sharp = variance != 0 || norm.epsilon != 0 ? 1 / std::sqrt(variance + norm.epsilon) : 0;
-    norm.mean[c] = mean[k];
-    norm.scale[c] = static_cast<float>(sharp);
-    if (norm.running_mean != nullptr) {
-      norm.running_mean[c] = momentum * mean[k] + rest * norm.running_mean[c];
-    }
-    if (norm.running_var != nullptr) {
-      const double unbiased = away / static_cast<float>(count - 1);
-      norm.running_var[c] = static_cast<float>(momentum * unbiased + rest * norm.running_var[c]);
-    }
+    keep_statistics(norm, first + k, mean[k], squares[k], count);
   }
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.kernels.opaque import blocked, plain
+from lowtide.kernels.opaque import BLOCK, blocked, plain
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -20,7 +20,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def to_blocked(x: Tensor) -> Tensor:
     """Plain to blocked."""
     images, channels, height, width = x.shape
-    cut = x.reshape(images, channels // 16, 16, height, width)
+    cut = x.reshape(images, channels // BLOCK, BLOCK, height, width)
     return cut.permute(0, 1, 3, 4, 2).contiguous().flatten(0, 1).permute(0, 3, 1, 2)
 
 

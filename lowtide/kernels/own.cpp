@@ -8,9 +8,8 @@
 #include <cstring>
 #include <limits>
 
+#include "statistics.hpp"
 #include "threads.hpp"
-
-#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -144,21 +143,9 @@ FOR_EACH_PROCESSOR void normalize(const Norm& norm, int64_t first) {
     mean[k] = static_cast<float>(sum[k] / static_cast<double>(count));
   }
   const Doubles squares = added<true>(channels, norm.batch, stride, norm.image, mean);
-  const float momentum = static_cast<float>(norm.momentum), rest = 1 - momentum;
   for (int k = 0; k < lanes; ++k) {
     const int64_t c = first + k;
-    const float away = static_cast<float>(squares[k]);
-    const double variance = away / static_cast<float>(count);
-    const double sharp = variance != 0 || norm.epsilon != 0 ? 1 / std::sqrt(variance + norm.epsilon) : 0;
-    norm.mean[c] = mean[k];
-    norm.scale[c] = static_cast<float>(sharp);
-    if (norm.running_mean != nullptr) {
-      norm.running_mean[c] = momentum * mean[k] + rest * norm.running_mean[c];
-    }
-    if (norm.running_var != nullptr) {
-      const double unbiased = away / static_cast<float>(count - 1);
-      norm.running_var[c] = static_cast<float>(momentum * unbiased + rest * norm.running_var[c]);
-    }
+    keep_statistics(norm, c, mean[k], squares[k], count);
     const float factor = norm.weight != nullptr ? norm.scale[c] * norm.weight[c] : norm.scale[c];
     const float bias = norm.bias != nullptr ? norm.bias[c] : 0.0f;
     const float shift = (norm.fused & 1) != 0 ? std::fma(-mean[k], factor, bias) : bias - mean[k] * factor;

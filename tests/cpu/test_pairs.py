@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from formed import step
 from torch import Tensor, nn
 from twins import assert_same, everything
 
@@ -42,14 +43,6 @@ def recipe() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Block(), Block(), nn.Flatten(), nn.Linear(4 * 64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def step(model: Any, optimizer: Any, images: Tensor, labels: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     return step, model, optimizer, (torch.randn(BATCH, 3, 8, 8), torch.randint(0, 10, (BATCH,)))
 
 

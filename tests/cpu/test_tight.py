@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from formed import step
 from test_pairs import Block
-from torch import Tensor, nn
+from torch import nn
 
 import lowtide
 from lowtide.errors import BudgetError
@@ -21,14 +22,6 @@ def recipe() -> Any:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 10))
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Block(), Block(), head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step(model: Any, optimizer: Any, images: Tensor, labels: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     return step, model, optimizer, (torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,)))
 
 
