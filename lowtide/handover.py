@@ -92,7 +92,7 @@ class Loop:
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
         roots = handed_over(half, self, sources_of(self._model, args, kwargs), ends.roots)
-        return ends.build([*roots, *half.outputs[len(roots) :]])
+        return ends.build([*roots, *half.pass_on()[len(roots) :]])
 
     @property
     def _uses(self) -> str:
@@ -102,9 +102,11 @@ class Loop:
 
     @property
     def outstanding(self) -> tuple[int, int]:
-        """How many forwards wait for their backward, and the bytes that they hold together."""
-        waiting = [half.halves.runner.program.arena for half in self._begun if not half.done]
-        return len(waiting), sum(waiting)
+        """How many forwards wait for their backward, and the bytes that they hold until the last one has had it."""
+        waiting = [half for half in self._begun if not half.done]
+        held = [half.holds for half in waiting]
+        more = (half.halves.runner.program.arena - one for half, one in zip(waiting, held, strict=True))
+        return len(waiting), sum(held) + max(more, default=0)  # one at a time goes on, with all that its backward needs
 
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""

@@ -51,7 +51,12 @@ class Call:
     def take_back(self, nbytes: int) -> None:
         """Go on, with so many more bytes that the caller's code made."""
         if self._stepping is not None:
-            self._stepping.resume(nbytes)
+            self._stepping.resume(nbytes, eager=self._arrangement.eager[1] if nbytes else 0)
+
+    @property
+    def holds(self) -> int:
+        """The bytes of what it made that it holds while others go on; 0 where nobody counts."""
+        return 0 if self._stepping is None else self._stepping.holds
 
     def close(self) -> None:
         """Let go of all that it holds."""

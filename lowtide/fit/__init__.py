@@ -182,14 +182,9 @@ class Fitted:
         forms.load_state(self._request.model, self._request.optimizer, parts)
         self._moving.steps = steps
 
-    def give_back(self, wanted: int | None = None) -> None:
-        """Give the system the arena that waits for the next step, which maps it anew.
-
-        With `wanted`, only where so many bytes beside it would be more than what eager's step holds at its peak.
-        """
-        fit = self._latest
-        if wanted is None or fit.plan.peak + wanted > fit.eager_peak:
-            fit.runner.device.arenas.empty()
+    def give_back(self) -> None:
+        """Give the system the arena that waits for the next step, which maps it anew."""
+        self._latest.runner.device.arenas.empty()
 
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""

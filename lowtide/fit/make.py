@@ -18,6 +18,7 @@ from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Effort, Leave, choose,
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.beside import added_by_eager
 from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
 from lowtide.fit.ranks import Ranks, order, signature, sums
 from lowtide.fit.request import PlanFrom, Request
@@ -245,6 +246,7 @@ class Maker:
 
     def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        runner.arrangement.eager = added_by_eager(captured, chosen.costs, chosen.eager_peak)
         if self._ranks is not None:
             together = order(captured.graph, chosen.plan.program) if self._ranks.sharded else 0
             runner.gate = partial(self._ranks.ready, signature(seen) ^ together)
