@@ -48,6 +48,7 @@ DOORS = {
     "batch",
     "fit",
     "candidates",
+    "trials",
     "choice",
     "attach",
     "evaluation",
@@ -351,7 +352,7 @@ def fired(house: House) -> dict[str, list[str]]:
 
 ALLOWED = (
     "__init__, attach, batch, bench, candidates, choice, cli, doctor, evaluation, fit, frameworks, giving, handover, "
-    "page, peaks, scan, verify, wrap"
+    "page, peaks, scan, trials, verify, wrap"
 )
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
