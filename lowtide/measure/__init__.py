@@ -24,13 +24,25 @@ from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph, Op
 from lowtide.kernels import blocked, blocked_plain, collectives, forms, opaque, own, sparse
+from lowtide.limits import Limits
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
+from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
 
-__all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = [
+    "correct",
+    "correct_lanes",
+    "corrected",
+    "limits",
+    "measure",
+    "measure_lanes",
+    "roofline",
+    "with_lanes",
+    "work",
+]
 
 PATIENCE = 300  # seconds after which a call is given up
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
@@ -69,6 +81,13 @@ def measure(
         return costs
     note = "temporaries inside ops are not in these costs: lowtide's meter could not be built here."
     return dataclasses.replace(costs, notes=(note, *costs.notes))
+
+
+def limits(graph: Graph, *, progress: Callable[[int, int], None] | None = None) -> Limits:
+    """Measure what this machine can do at most of what a step is made of."""
+    needed = {item.dtype for item in work(graph) if item.operations}
+    probed = probes(graph.device, sorted(needed))
+    return limits_of(probed, measure(probed, progress=progress, corrected=False))
 
 
 def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
