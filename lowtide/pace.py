@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide import device
+from lowtide import device, report
 from lowtide.errors import LowtideError
 from lowtide.execute.timings import PATIENCE
 from lowtide.fit import Fitted, fit
 from lowtide.graph import Graph
-from lowtide.limits import Limits, Work
 from lowtide.measure import limits, work
 from lowtide.program import Plan
 
@@ -22,6 +21,7 @@ TURN = 0.1  # seconds that a turn takes at least, by several steps where one is 
 MOST = 100  # steps of one turn
 
 Progress = Callable[[int, int], None]
+Shown = Callable[[str], AbstractContextManager[Progress]]
 Step = Callable[[], Any]
 
 
@@ -32,15 +32,11 @@ def _unseen(_: str) -> AbstractContextManager[Progress]:
 
 @dataclass(frozen=True)
 class Pace:
-    """The seconds of a step and of its ops, measured in one process."""
+    """A step as it was planned, and its time."""
 
-    graph: Graph  # as it was planned
+    graph: Graph
     plan: Plan
-    ops: Mapping[int, float]  # seconds of one run of each op, with its part of what a step does beside ops
-    steps: tuple[float, ...]  # seconds of the planned step, in each round
-    eager: tuple[float, ...]  # seconds of eager's step, in the same rounds
-    work: tuple[Work, ...]  # of each op
-    limits: Limits
+    time: report.Paced
 
 
 def pace(
@@ -52,7 +48,7 @@ def pace(
     budget: int | str,
     rounds: int = ROUNDS,
     fitting: Mapping[str, Any] | None = None,
-    shown: Callable[[str], AbstractContextManager[Progress]] = _unseen,
+    shown: Shown = _unseen,
 ) -> Pace:
     """Time a step by its program and in eager PyTorch, by turns; the model is trained by both."""
     fitted = fit(step, model, optimizer, example=example, budget=budget, **(fitting or {}))
@@ -69,7 +65,8 @@ def pace(
                 taken[turn].append(_seconds(where, turn, steps[turn]))
             progress(number + 1, rounds)
     graph = fitted.captured.graph
-    return Pace(graph, fitted.plan, ops, tuple(taken[planned]), tuple(taken[eager]), work(graph), found)
+    rounds_of = {"rounds": taken[planned], "eager_rounds": taken[eager]}
+    return Pace(graph, fitted.plan, report.paced(graph, fitted.program, ops, work(graph), found, **rounds_of))
 
 
 def _ops(fitted: Fitted, planned: Step, eager: Step) -> Mapping[int, float]:

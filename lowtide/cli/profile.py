@@ -125,15 +125,7 @@ def _time(target: str, costs: CostsFrom, budget: str, rounds: int, as_json: bool
     with working(f"building {target}"):
         built = build(target)
     found = pace(*built, budget=budget, rounds=rounds, shown=counting)
-    result = report.paced(
-        found.graph,
-        found.plan.program,
-        found.ops,
-        found.work,
-        found.limits,
-        rounds=found.steps,
-        eager_rounds=found.eager,
-    )
+    result = found.time
     name = optimizer_name(built.optimizer)
     if as_json:
         persistent = sum(found.graph.values[item.value].nbytes for item in found.graph.inputs if item.persistent)

@@ -133,6 +133,7 @@ def paced(
     the limit found its bytes in a cache, or had to touch fewer: then its own time is what it needed.
     """
     seconds = _evened(graph, ops)
+    limits = limits.raised(work, seconds)
     runs = Counter(run.op for run in program.instructions if isinstance(run, Run))
     first = {op: seconds[op] for op in runs if not graph.ops[op].optional}
     limit = {op: work[op].needed(limits) for op in first}

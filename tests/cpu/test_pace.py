@@ -52,6 +52,20 @@ def test_the_time_of_a_step_adds_up_and_products_have_the_operations_of_the_book
     assert found["limits"]["operations"].keys() == {"float32"}
 
 
+def test_the_quickest_of_several_budgets_is_the_one_that_is_shown(small_probes: None) -> None:
+    call = ["bench", "pace", SMALL["mlp"], "--rounds", "1", "--time-limit", "0", "--budgets", "100%,1B,70%", "--json"]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["budget"] in ("100%", "70%")
+    assert row["distance"] == pytest.approx(row["seconds"] / row["needed"])
+    assert row["distance"] / row["eager_distance"] == pytest.approx(row["ratios"][0])
+    assert 0 < row["arithmetic"] < 1
+    nothing = CliRunner().invoke(app, [*call[:-2], "1B"])
+    assert nothing.exit_code == 3
+    assert "no plan" in nothing.stderr
+
+
 @pytest.mark.parametrize("name", ["gpt", "resnet", "lstm"])
 def test_every_op_of_a_step_has_its_work(name: str) -> None:
     graph = capture(*build(SMALL[name])).graph

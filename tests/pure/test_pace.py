@@ -68,6 +68,14 @@ def test_what_is_quicker_than_memory_needs_what_it_takes() -> None:
     assert found.needed == 4 + 1 + 1 + 2
 
 
+def test_a_step_that_does_more_than_the_limits_raises_them_but_not_those_of_memory() -> None:
+    found = pace_of(*ONCE, taken={0: 2.0, 1: 1.0, 2: 6.0, 3: 4.0})
+    assert found.limits.operations == {"float32": 200.0, "bfloat16": 400.0}
+    assert found.limits.bandwidth == LIMITS.bandwidth
+    assert found.needed == 2 + 1 + 1 + 2
+    assert LIMITS.raised(WORK, {0: 1e-6}) == LIMITS  # too short to be believed
+
+
 def test_modules_hold_all_seconds_and_those_that_are_alike_are_one() -> None:
     alike = (WORK[0], WORK[1], WORK[0], WORK[3])  # the two products take 6 s each on average
     found = pace_of(*ONCE, taken={0: 5.0, 1: 4.0, 2: 7.0, 3: 4.0}, work=alike)
