@@ -2,6 +2,7 @@
 // numbers are added up as torch does it in plain order: its sums over an image have eight lanes, those over images are in
 // double. What lies side by side here are 16 channels, so that no sum depends on another one.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -13,8 +14,21 @@ namespace {
 constexpr int kBlock = 16;  // channels
 constexpr int kLanes = 8;   // of torch's sums over an image
 
+// Channels that are read one behind the other from several tensors, as if these had been put together.
+struct Part {
+  const float* start;
+  int64_t channels;
+};
+
+// A block of channels: where it begins in the first image, and how far it is to the next.
+struct Block {
+  const float* start;
+  int64_t stride;
+};
+
 struct Norm {
-  const float *input, *weight, *bias, *added;  // all but the input may be missing
+  const Part* parts;
+  const float *weight, *bias, *added;  // may be missing
   float *running_mean, *running_var;           // and these
   float *out, *mean, *scale;
   int64_t images, channels, image;
@@ -23,9 +37,10 @@ struct Norm {
 };
 
 struct Back {
-  const float *gradient, *input, *weight, *bias, *mean, *scale;
+  const Part* parts;
+  const float *gradient, *more, *weight, *bias, *mean, *scale;  // more: is added to the gradient; it may be missing
   const float* result;  // of the ReLU: the gradient counts where it is above zero; may be missing
-  float *out, *weight_gradient, *bias_gradient;
+  float *out, *counted, *weight_gradient, *bias_gradient;  // counted: the sum of both where it counts; may be missing
   int64_t images, channels, image;
   int64_t again;  // whether the gradient counts where the batch norm, made again, is above zero
   int64_t fused;  // as in Norm; and torch's gradient (4), and its sums behind the last eight places of an image (8)
@@ -34,6 +49,14 @@ struct Back {
 struct Line {
   float shift[kBlock], factor[kBlock];
 };
+
+INLINE Block find(const Part* part, int64_t block, int64_t image) {
+  int64_t first = block * kBlock;
+  for (; first >= part->channels; ++part) {
+    first -= part->channels;
+  }
+  return {part->start + first * image, part->channels * image};
+}
 
 // What each channel is multiplied with, and what is added then.
 INLINE Line line(const float* mean, const float* scale, const float* weight, const float* bias, int64_t fused) {
@@ -57,10 +80,10 @@ INLINE const float* from(const float* start, int64_t offset) {
 
 INLINE void count_statistics(const Norm& norm, int64_t block) {
   const int64_t count = norm.images * norm.image, first = block * kBlock;
-  const float* start = norm.input + first * norm.image;
+  const Block input = find(norm.parts, block, norm.image);
   double sum[kBlock] = {};
   for (int64_t n = 0; n < norm.images; ++n) {
-    const float* x = start + n * norm.channels * norm.image;
+    const float* x = input.start + n * input.stride;
     for (int64_t i = 0; i < norm.image; ++i) {
       for (int k = 0; k < kBlock; ++k) {
         sum[k] += x[kBlock * i + k];
@@ -73,7 +96,7 @@ INLINE void count_statistics(const Norm& norm, int64_t block) {
     mean[k] = static_cast<float>(sum[k] / static_cast<double>(count));
   }
   for (int64_t n = 0; n < norm.images; ++n) {
-    const float* x = start + n * norm.channels * norm.image;
+    const float* x = input.start + n * input.stride;
     for (int64_t i = 0; i < norm.image; ++i) {
       for (int k = 0; k < kBlock; ++k) {
         const float away = x[kBlock * i + k] - mean[k];
@@ -90,9 +113,10 @@ template <bool once, bool adds, bool rectifies>
 INLINE void apply(const Norm& norm, int64_t block) {
   const int64_t first = block * kBlock;
   const Line to = line(norm.mean + first, norm.scale + first, from(norm.weight, first), from(norm.bias, first), norm.fused);
+  const Block input = find(norm.parts, block, norm.image);
   for (int64_t n = 0; n < norm.images; ++n) {
     const int64_t at = (n * norm.channels + first) * norm.image;
-    const float *x = norm.input + at, *more = adds ? norm.added + at : nullptr;
+    const float *x = input.start + n * input.stride, *more = adds ? norm.added + at : nullptr;
     float* y = norm.out + at;
     for (int64_t i = 0; i < norm.image * kBlock; i += kBlock) {
       for (int k = 0; k < kBlock; ++k) {
@@ -122,14 +146,17 @@ FOR_EACH_PROCESSOR void normalize(const Norm& norm, int64_t block) {
   }
 }
 
+// What a gradient is made of: whether another one is added, and where it counts.
+enum class Counts { always, made_again, seen };
+
 // The gradient of one place, for all channels of the block: zero where the ReLU was not above zero.
-template <bool once, bool again, bool seen>
-INLINE void counted(const Back& back, const Line& to, int64_t at, float* made) {
+template <bool once, bool two, Counts counts>
+INLINE void count(const Back& back, const Line& to, const float* x, int64_t at, float* made) {
   for (int k = 0; k < kBlock; ++k) {
-    const float gradient = back.gradient[at + k];
-    if (again) {
-      made[k] = along<once>(back.input[at + k], to.factor[k], to.shift[k]) <= 0.0f ? 0.0f : gradient;
-    } else if (seen) {
+    const float gradient = two ? back.gradient[at + k] + back.more[at + k] : back.gradient[at + k];
+    if (counts == Counts::made_again) {
+      made[k] = along<once>(x[k], to.factor[k], to.shift[k]) <= 0.0f ? 0.0f : gradient;
+    } else if (counts == Counts::seen) {
       made[k] = back.result[at + k] <= 0.0f ? 0.0f : gradient;
     } else {
       made[k] = gradient;
@@ -141,72 +168,82 @@ struct Sums {
   double gradient[kBlock], product[kBlock];
 };
 
-// One place more in a lane of the sums; `first`: the lane begins with it; `fused`: the product is not rounded before.
-template <bool once, bool again, bool seen>
-INLINE void add_place(const Back& back, const Line& to, const float* mean, int64_t at, bool first, bool fused,
-                      float* gradients, float* products) {
-  float one[kBlock];
-  counted<once, again, seen>(back, to, at, one);
-  for (int k = 0; k < kBlock; ++k) {
-    const float away = back.input[at + k] - mean[k];
-    gradients[k] = first ? one[k] : gradients[k] + one[k];
-    products[k] = first ? away * one[k] : fused ? std::fma(away, one[k], products[k]) : products[k] + away * one[k];
-  }
-}
-
-// What an image adds: eight lanes, each with every eighth place, and then these in torch's order. Fewer places than
-// lanes are added up one by one.
-template <bool once, bool again, bool seen>
-INLINE void add_image(const Back& back, const Line& to, const float* mean, int64_t at, Sums& sums) {
+// The sums over one image, as torch adds them up: eight lanes, each with every eighth place, and then these in its order.
+// Fewer places than lanes are added up one by one.
+template <bool once, bool two, Counts counts>
+struct Image {
+  const Back& back;
+  const Line& to;
+  const float* mean;
   float gradients[kLanes][kBlock], products[kLanes][kBlock];
-  const int64_t end = at + back.image * kBlock;
-  if (back.image < kLanes) {
-    for (int64_t place = at; place < end; place += kBlock) {
-      add_place<once, again, seen>(back, to, mean, place, place == at, false, gradients[0], products[0]);
-    }
-  } else {
-    int64_t place = at;
-    for (int lane = 0; lane < kLanes; ++lane, place += kBlock) {
-      add_place<once, again, seen>(back, to, mean, place, true, false, gradients[lane], products[lane]);
-    }
-    for (; place + kLanes * kBlock <= end; place += kLanes * kBlock) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int64_t here = place + lane * kBlock;
-        add_place<once, again, seen>(back, to, mean, here, false, false, gradients[lane], products[lane]);
+
+  // One place more in a lane; `first`: the lane begins with it; `fused`: the product is not rounded before.
+  INLINE void add(const float* x, int64_t at, int lane, bool first, bool fused) {
+    float one[kBlock];
+    count<once, two, counts>(back, to, x, at, one);
+    if (back.counted != nullptr) {
+      for (int k = 0; k < kBlock; ++k) {
+        back.counted[at + k] = one[k];
       }
     }
-    for (int lane = 0; place < end; ++lane, place += kBlock) {
-      const bool fused = (back.fused & 8) != 0;
-      add_place<once, again, seen>(back, to, mean, place, false, fused, gradients[lane], products[lane]);
+    float *sum = gradients[lane], *product = products[lane];
+    for (int k = 0; k < kBlock; ++k) {
+      const float away = x[k] - mean[k];
+      sum[k] = first ? one[k] : sum[k] + one[k];
+      product[k] = first ? away * one[k] : fused ? std::fma(away, one[k], product[k]) : product[k] + away * one[k];
     }
-    for (int apart : {4, 2, 1}) {
-      for (int lane = 0; lane < apart; ++lane) {
-        for (int k = 0; k < kBlock; ++k) {
-          gradients[lane][k] += gradients[lane + apart][k];
-          products[lane][k] += products[lane + apart][k];
+  }
+
+  INLINE void add_all(const float* x, int64_t at, Sums& sums) {
+    const int64_t places = back.image;
+    if (places < kLanes) {
+      for (int64_t place = 0; place < places; ++place) {
+        add(x + place * kBlock, at + place * kBlock, 0, place == 0, false);
+      }
+    } else {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        add(x + lane * kBlock, at + lane * kBlock, lane, true, false);
+      }
+      int64_t place = kLanes;
+      for (; place + kLanes <= places; place += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          add(x + (place + lane) * kBlock, at + (place + lane) * kBlock, lane, false, false);
+        }
+      }
+      for (int lane = 0; place < places; ++lane, ++place) {
+        add(x + place * kBlock, at + place * kBlock, lane, false, (back.fused & 8) != 0);
+      }
+      for (int apart : {4, 2, 1}) {
+        for (int lane = 0; lane < apart; ++lane) {
+          for (int k = 0; k < kBlock; ++k) {
+            gradients[lane][k] += gradients[lane + apart][k];
+            products[lane][k] += products[lane + apart][k];
+          }
         }
       }
     }
+    for (int k = 0; k < kBlock; ++k) {
+      sums.gradient[k] += gradients[0][k];
+      sums.product[k] += products[0][k];
+    }
   }
-  for (int k = 0; k < kBlock; ++k) {
-    sums.gradient[k] += gradients[0][k];
-    sums.product[k] += products[0][k];
-  }
-}
+};
 
-template <bool once, bool again, bool seen>
+template <bool once, bool two, Counts counts>
 INLINE void propagate(const Back& back, int64_t block) {
-  const int64_t first = block * kBlock, count = back.images * back.image;
+  const int64_t first = block * kBlock, places = back.images * back.image;
   const float *mean = back.mean + first, *scale = back.scale + first, *weight = from(back.weight, first);
   const Line to = line(mean, scale, weight, from(back.bias, first), back.fused);
+  const Block input = find(back.parts, block, back.image);
   Sums sums = {};
+  Image<once, two, counts> image{back, to, mean, {}, {}};
   for (int64_t n = 0; n < back.images; ++n) {
-    add_image<once, again, seen>(back, to, mean, (n * back.channels + first) * back.image, sums);
+    image.add_all(input.start + n * input.stride, (n * back.channels + first) * back.image, sums);
   }
   float slope[kBlock], middle[kBlock], factor[kBlock];
   for (int k = 0; k < kBlock; ++k) {
-    slope[k] = static_cast<float>(sums.product[k]) * scale[k] * scale[k] / static_cast<float>(count);
-    middle[k] = static_cast<float>(sums.gradient[k] / static_cast<double>(count));
+    slope[k] = static_cast<float>(sums.product[k]) * scale[k] * scale[k] / static_cast<float>(places);
+    middle[k] = static_cast<float>(sums.gradient[k] / static_cast<double>(places));
     factor[k] = weight != nullptr ? weight[k] : 1.0f;
     back.weight_gradient[first + k] = static_cast<float>(sums.product[k] * scale[k]);
     back.bias_gradient[first + k] = static_cast<float>(sums.gradient[k]);
@@ -214,34 +251,39 @@ INLINE void propagate(const Back& back, int64_t block) {
   float one[kBlock];
   for (int64_t n = 0; n < back.images; ++n) {
     const int64_t at = (n * back.channels + first) * back.image;
-    for (int64_t i = at; i < at + kBlock * back.image; i += kBlock) {
-      counted<once, again, seen>(back, to, i, one);
+    const float* x = input.start + n * input.stride;
+    for (int64_t i = 0; i < kBlock * back.image; i += kBlock) {
+      if (back.counted != nullptr) {
+        std::copy_n(back.counted + at + i, kBlock, one);
+      } else {
+        count<once, two, counts>(back, to, x + i, at + i, one);
+      }
       for (int k = 0; k < kBlock; ++k) {
-        const float away = back.input[i + k] - mean[k], above = one[k] - middle[k];
+        const float away = x[i + k] - mean[k], above = one[k] - middle[k];
         const float rest = (back.fused & 4) != 0 ? std::fma(-away, slope[k], above) : above - away * slope[k];
-        back.out[i + k] = rest * scale[k] * factor[k];
+        back.out[at + i + k] = rest * scale[k] * factor[k];
       }
     }
   }
 }
 
-template <bool once>
+template <bool once, bool two>
 INLINE void propagate(const Back& back, int64_t block) {
   if (back.again != 0) {
-    propagate<once, true, false>(back, block);
+    propagate<once, two, Counts::made_again>(back, block);
   } else if (back.result != nullptr) {
-    propagate<once, false, true>(back, block);
+    propagate<once, two, Counts::seen>(back, block);
   } else {
-    propagate<once, false, false>(back, block);
+    propagate<once, two, Counts::always>(back, block);
   }
 }
 
-FOR_EACH_PROCESSOR void propagate_any(const Back& back, int64_t block) {
-  if ((back.fused & 2) != 0) {
-    propagate<true>(back, block);
-  } else {
-    propagate<false>(back, block);
-  }
+FOR_EACH_PROCESSOR void propagate_once(const Back& back, int64_t block) {
+  back.more != nullptr ? propagate<true, true>(back, block) : propagate<true, false>(back, block);
+}
+
+FOR_EACH_PROCESSOR void propagate_twice(const Back& back, int64_t block) {
+  back.more != nullptr ? propagate<false, true>(back, block) : propagate<false, false>(back, block);
 }
 
 }  // namespace
@@ -253,7 +295,9 @@ void lowtide_blocked_norm(const Norm* norm, int64_t threads) {
 }
 
 void lowtide_blocked_norm_backward(const Back* back, int64_t threads) {
-  share(back->channels / kBlock, threads, [=](int64_t block) { propagate_any(*back, block); });
+  share(back->channels / kBlock, threads, [=](int64_t block) {
+    (back->fused & 2) != 0 ? propagate_once(*back, block) : propagate_twice(*back, block);
+  });
 }
 
 }  // extern "C"
