@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "statistics.hpp"
 #include "threads.hpp"
@@ -146,20 +147,41 @@ FOR_EACH_PROCESSOR void normalize(const Norm& norm, int64_t block) {
   }
 }
 
-// What a gradient is made of: whether another one is added, and where it counts.
-enum class Counts { always, made_again, seen };
+// Places of an image that are looked at together: one for each lane of torch's sums.
+using Lane = float[kBlock];
+using Tile = float[kLanes][kBlock];
 
-// The gradient of one place, for all channels of the block: zero where the ReLU was not above zero.
-template <bool once, bool two, Counts counts>
-INLINE void count(const Back& back, const Line& to, const float* x, int64_t at, float* made) {
-  for (int k = 0; k < kBlock; ++k) {
-    const float gradient = two ? back.gradient[at + k] + back.more[at + k] : back.gradient[at + k];
-    if (counts == Counts::made_again) {
-      made[k] = along<once>(x[k], to.factor[k], to.shift[k]) <= 0.0f ? 0.0f : gradient;
-    } else if (counts == Counts::seen) {
-      made[k] = back.result[at + k] <= 0.0f ? 0.0f : gradient;
-    } else {
-      made[k] = gradient;
+// The gradients of so many places: with what is added to them, and zero where the ReLU was not above zero.
+INLINE void read_tile(const Back& back, const Line& to, const float* x, int64_t at, int64_t places, Tile& made) {
+  const float* gradient = back.gradient + at;
+  if (back.more != nullptr) {
+    const float* more = back.more + at;
+    for (int64_t p = 0; p < places; ++p) {
+      for (int k = 0; k < kBlock; ++k) {
+        made[p][k] = gradient[kBlock * p + k] + more[kBlock * p + k];
+      }
+    }
+  } else {
+    std::memcpy(made, gradient, places * sizeof(Lane));
+  }
+  if (back.again != 0 && (back.fused & 2) != 0) {
+    for (int64_t p = 0; p < places; ++p) {
+      for (int k = 0; k < kBlock; ++k) {
+        made[p][k] = along<true>(x[kBlock * p + k], to.factor[k], to.shift[k]) <= 0.0f ? 0.0f : made[p][k];
+      }
+    }
+  } else if (back.again != 0) {
+    for (int64_t p = 0; p < places; ++p) {
+      for (int k = 0; k < kBlock; ++k) {
+        made[p][k] = along<false>(x[kBlock * p + k], to.factor[k], to.shift[k]) <= 0.0f ? 0.0f : made[p][k];
+      }
+    }
+  } else if (back.result != nullptr) {
+    const float* result = back.result + at;
+    for (int64_t p = 0; p < places; ++p) {
+      for (int k = 0; k < kBlock; ++k) {
+        made[p][k] = result[kBlock * p + k] <= 0.0f ? 0.0f : made[p][k];
+      }
     }
   }
 }
@@ -168,122 +190,119 @@ struct Sums {
   double gradient[kBlock], product[kBlock];
 };
 
-// The sums over one image, as torch adds them up: eight lanes, each with every eighth place, and then these in its order.
-// Fewer places than lanes are added up one by one.
-template <bool once, bool two, Counts counts>
-struct Image {
-  const Back& back;
-  const Line& to;
-  const float* mean;
-  float gradients[kLanes][kBlock], products[kLanes][kBlock];
+// One place more in a lane of the gradients and of their products with the input; lanes begin with -0.0, which adds
+// nothing. Torch's compiler has rounded some products before their sum and others with it.
+template <bool fused>
+INLINE void add_place(const Lane& one, const float* x, const Lane& mean, Lane& gradients, Lane& products) {
+  for (int k = 0; k < kBlock; ++k) {
+    const float away = x[k] - mean[k];
+    gradients[k] += one[k];
+    products[k] = fused ? std::fma(away, one[k], products[k]) : products[k] + away * one[k];
+  }
+}
 
-  // One place more in a lane; `first`: the lane begins with it; `fused`: the product is not rounded before.
-  INLINE void add(const float* x, int64_t at, int lane, bool first, bool fused) {
-    float one[kBlock];
-    count<once, two, counts>(back, to, x, at, one);
+// What an image adds: eight lanes, each with every eighth place, and then these in torch's order. Fewer places than
+// lanes are added up one by one.
+INLINE void add_image(const Back& back, const Line& to, const Lane& mean, const float* x, int64_t at, Sums& sums) {
+  Tile one, gradients, products;
+  std::fill_n(&gradients[0][0], kLanes * kBlock, -0.0f);
+  std::fill_n(&products[0][0], kLanes * kBlock, -0.0f);
+  const auto keep = [&](int64_t places) {
     if (back.counted != nullptr) {
-      for (int k = 0; k < kBlock; ++k) {
-        back.counted[at + k] = one[k];
-      }
+      std::memcpy(back.counted + at, one, places * sizeof(Lane));
     }
-    float *sum = gradients[lane], *product = products[lane];
-    for (int k = 0; k < kBlock; ++k) {
-      const float away = x[k] - mean[k];
-      sum[k] = first ? one[k] : sum[k] + one[k];
-      product[k] = first ? away * one[k] : fused ? std::fma(away, one[k], product[k]) : product[k] + away * one[k];
+  };
+  int64_t left = back.image;
+  for (; left >= kLanes; left -= kLanes, x += kLanes * kBlock, at += kLanes * kBlock) {
+    read_tile(back, to, x, at, kLanes, one);
+    keep(kLanes);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      add_place<false>(one[lane], x + lane * kBlock, mean, gradients[lane], products[lane]);
     }
   }
-
-  INLINE void add_all(const float* x, int64_t at, Sums& sums) {
-    const int64_t places = back.image;
-    if (places < kLanes) {
-      for (int64_t place = 0; place < places; ++place) {
-        add(x + place * kBlock, at + place * kBlock, 0, place == 0, false);
-      }
+  read_tile(back, to, x, at, left, one);
+  keep(left);
+  const bool one_by_one = back.image < kLanes, fused = !one_by_one && (back.fused & 8) != 0;
+  for (int64_t p = 0; p < left; ++p) {
+    const int64_t lane = one_by_one ? 0 : p;
+    if (fused) {
+      add_place<true>(one[p], x + p * kBlock, mean, gradients[lane], products[lane]);
     } else {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        add(x + lane * kBlock, at + lane * kBlock, lane, true, false);
-      }
-      int64_t place = kLanes;
-      for (; place + kLanes <= places; place += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-          add(x + (place + lane) * kBlock, at + (place + lane) * kBlock, lane, false, false);
-        }
-      }
-      for (int lane = 0; place < places; ++lane, ++place) {
-        add(x + place * kBlock, at + place * kBlock, lane, false, (back.fused & 8) != 0);
-      }
-      for (int apart : {4, 2, 1}) {
-        for (int lane = 0; lane < apart; ++lane) {
-          for (int k = 0; k < kBlock; ++k) {
-            gradients[lane][k] += gradients[lane + apart][k];
-            products[lane][k] += products[lane + apart][k];
-          }
-        }
-      }
-    }
-    for (int k = 0; k < kBlock; ++k) {
-      sums.gradient[k] += gradients[0][k];
-      sums.product[k] += products[0][k];
+      add_place<false>(one[p], x + p * kBlock, mean, gradients[lane], products[lane]);
     }
   }
+  for (int apart = one_by_one ? 0 : kLanes / 2; apart > 0; apart /= 2) {
+    for (int lane = 0; lane < apart; ++lane) {
+      for (int k = 0; k < kBlock; ++k) {
+        gradients[lane][k] += gradients[lane + apart][k];
+        products[lane][k] += products[lane + apart][k];
+      }
+    }
+  }
+  for (int k = 0; k < kBlock; ++k) {
+    sums.gradient[k] += gradients[0][k];
+    sums.product[k] += products[0][k];
+  }
+}
+
+// What the gradient of a place of the input depends on besides, for each channel of a block.
+struct Slope {
+  Lane mean, scale, weight, slope, middle;
 };
 
-template <bool once, bool two, Counts counts>
-INLINE void propagate(const Back& back, int64_t block) {
-  const int64_t first = block * kBlock, places = back.images * back.image;
-  const float *mean = back.mean + first, *scale = back.scale + first, *weight = from(back.weight, first);
-  const Line to = line(mean, scale, weight, from(back.bias, first), back.fused);
-  const Block input = find(back.parts, block, back.image);
-  Sums sums = {};
-  Image<once, two, counts> image{back, to, mean, {}, {}};
-  for (int64_t n = 0; n < back.images; ++n) {
-    image.add_all(input.start + n * input.stride, (n * back.channels + first) * back.image, sums);
+template <bool fused>
+INLINE void write_tile(const Slope& of, const Tile& one, const float* x, int64_t places, float* out) {
+  for (int64_t p = 0; p < places; ++p) {
+    Lane made;
+    for (int k = 0; k < kBlock; ++k) {
+      const float away = x[kBlock * p + k] - of.mean[k], above = one[p][k] - of.middle[k];
+      made[k] = (fused ? std::fma(-away, of.slope[k], above) : above - away * of.slope[k]) * of.scale[k] * of.weight[k];
+    }
+    std::memcpy(out + kBlock * p, made, sizeof(made));
   }
-  float slope[kBlock], middle[kBlock], factor[kBlock];
+}
+
+INLINE void write_image(const Back& back, const Line& to, const Slope& of, const float* x, int64_t at) {
+  Tile one;
+  for (int64_t left = back.image; left > 0; left -= kLanes, x += kLanes * kBlock, at += kLanes * kBlock) {
+    const int64_t places = std::min<int64_t>(kLanes, left);
+    if (back.counted != nullptr) {
+      std::memcpy(one, back.counted + at, places * sizeof(Lane));
+    } else if (places == kLanes) {
+      read_tile(back, to, x, at, kLanes, one);
+    } else {
+      read_tile(back, to, x, at, places, one);
+    }
+    if ((back.fused & 4) != 0) {
+      write_tile<true>(of, one, x, places, back.out + at);
+    } else {
+      write_tile<false>(of, one, x, places, back.out + at);
+    }
+  }
+}
+
+FOR_EACH_PROCESSOR void propagate(const Back& back, int64_t block) {
+  const int64_t first = block * kBlock, places = back.images * back.image, stride = back.channels * back.image;
+  const float *scale = back.scale + first, *weight = from(back.weight, first);
+  const Line to = line(back.mean + first, scale, weight, from(back.bias, first), back.fused);
+  const Block input = find(back.parts, block, back.image);
+  Slope of;
+  std::memcpy(of.mean, back.mean + first, sizeof(Lane));
+  std::memcpy(of.scale, scale, sizeof(Lane));
+  Sums sums = {};
+  for (int64_t n = 0; n < back.images; ++n) {
+    add_image(back, to, of.mean, input.start + n * input.stride, n * stride + first * back.image, sums);
+  }
   for (int k = 0; k < kBlock; ++k) {
-    slope[k] = static_cast<float>(sums.product[k]) * scale[k] * scale[k] / static_cast<float>(places);
-    middle[k] = static_cast<float>(sums.gradient[k] / static_cast<double>(places));
-    factor[k] = weight != nullptr ? weight[k] : 1.0f;
+    of.weight[k] = weight != nullptr ? weight[k] : 1.0f;
+    of.slope[k] = static_cast<float>(sums.product[k]) * scale[k] * scale[k] / static_cast<float>(places);
+    of.middle[k] = static_cast<float>(sums.gradient[k] / static_cast<double>(places));
     back.weight_gradient[first + k] = static_cast<float>(sums.product[k] * scale[k]);
     back.bias_gradient[first + k] = static_cast<float>(sums.gradient[k]);
   }
-  float one[kBlock];
   for (int64_t n = 0; n < back.images; ++n) {
-    const int64_t at = (n * back.channels + first) * back.image;
-    const float* x = input.start + n * input.stride;
-    for (int64_t i = 0; i < kBlock * back.image; i += kBlock) {
-      if (back.counted != nullptr) {
-        std::copy_n(back.counted + at + i, kBlock, one);
-      } else {
-        count<once, two, counts>(back, to, x + i, at + i, one);
-      }
-      for (int k = 0; k < kBlock; ++k) {
-        const float away = x[i + k] - mean[k], above = one[k] - middle[k];
-        const float rest = (back.fused & 4) != 0 ? std::fma(-away, slope[k], above) : above - away * slope[k];
-        back.out[at + i + k] = rest * scale[k] * factor[k];
-      }
-    }
+    write_image(back, to, of, input.start + n * input.stride, n * stride + first * back.image);
   }
-}
-
-template <bool once, bool two>
-INLINE void propagate(const Back& back, int64_t block) {
-  if (back.again != 0) {
-    propagate<once, two, Counts::made_again>(back, block);
-  } else if (back.result != nullptr) {
-    propagate<once, two, Counts::seen>(back, block);
-  } else {
-    propagate<once, two, Counts::always>(back, block);
-  }
-}
-
-FOR_EACH_PROCESSOR void propagate_once(const Back& back, int64_t block) {
-  back.more != nullptr ? propagate<true, true>(back, block) : propagate<true, false>(back, block);
-}
-
-FOR_EACH_PROCESSOR void propagate_twice(const Back& back, int64_t block) {
-  back.more != nullptr ? propagate<false, true>(back, block) : propagate<false, false>(back, block);
 }
 
 }  // namespace
@@ -295,9 +314,7 @@ void lowtide_blocked_norm(const Norm* norm, int64_t threads) {
 }
 
 void lowtide_blocked_norm_backward(const Back* back, int64_t threads) {
-  share(back->channels / kBlock, threads, [=](int64_t block) {
-    (back->fused & 2) != 0 ? propagate_once(*back, block) : propagate_twice(*back, block);
-  });
+  share(back->channels / kBlock, threads, [=](int64_t block) { propagate(*back, block); });
 }
 
 }  // extern "C"
