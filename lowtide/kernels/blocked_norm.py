@@ -128,7 +128,9 @@ def norm_backward(
     sizes = _checked(images, parts, (gradient, more, result), (weight, bias, mean, scale))
     rounding = _rounding()
     given: tuple[Any, ...] = (gradient, more, parts, weight, bias, mean, scale, result, again, keeps)
-    return by_torch.norm_backward(*given, eps, images) if rounding is None else _norm_backward(rounding, sizes, *given)
+    return (
+        by_torch.norm_backward(*(*given, eps, images)) if rounding is None else _norm_backward(rounding, sizes, *given)
+    )
 
 
 def _norm_backward(
@@ -171,7 +173,7 @@ def _exact(rounding: int) -> bool:
         expected = by_torch.norm(*all_)
         back: tuple[Any, ...] = (gradient, None, (x,), mine[0], mine[1], *expected[1:], None, True, False)
         gradients = _norm_backward(rounding, sizes, *back)
-        wanted = by_torch.norm_backward(*back, 1e-5, sizes[0])
+        wanted = by_torch.norm_backward(*(*back, 1e-5, sizes[0]))
         if not same_bits((*made, *mine, *gradients), (*expected, *theirs, *wanted)):
             return False
     return True

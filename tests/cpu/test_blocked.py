@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,44 +159,6 @@ def test_a_trial_sees_another_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cast(dict[str, Own], TRIED), norms.NORM, replace(own, kernel=off))
     assert has_torch_bits(norms.NORM, given) is False
     assert has_torch_bits("aten.mm.default", []) is None
-
-
-PARTS = (  # images, channels of each part, height and width: fewer places than lanes, odd ones, and whole lanes
-    (2, (32,), 5, 7),
-    (3, (16, 32, 16), 8, 9),
-    (4, (16,), 2, 3),
-    (2, (48, 16), 16, 16),
-)
-
-
-def _blocks(images: int, channels: int, height: int, width: int) -> torch.Tensor:
-    return opaque.blocked(torch.zeros(images, channels, height, width))
-
-
-@needs_layout
-@pytest.mark.parametrize(("images", "channels", "height", "width"), PARTS)
-def test_batch_norms_have_torchs_bits_whatever_they_take_in(
-    images: int, channels: tuple[int, ...], height: int, width: int
-) -> None:
-    """On ordinary numbers, and on NaN, infinities, -0.0 and denormals among them."""
-    count, parts = sum(channels), [_blocks(images, each, height, width) for each in channels]
-    other, each = _blocks(images, count, height, width), [torch.zeros(count) for _ in range(4)]
-    for added, rectified in product((None, other), (False, True)):
-        assert has_torch_bits(norms.NORM, [parts, *each, 0.1, 1e-5, added, rectified, images])
-    for more, (again, result), keeps in product(
-        (None, other), ((False, None), (True, None), (False, other)), (False, True)
-    ):
-        given = [other, more, parts, *each, result, again, keeps, 1e-5, images]
-        assert has_torch_bits(norms.NORM_BACKWARD, given)
-
-
-@needs_layout
-def test_sums_of_channels_have_torchs_bits_and_stay_inside() -> None:
-    one, other = _blocks(2, 64, 5, 3), _blocks(2, 48, 5, 3)
-    assert has_torch_bits(ops.SUM, [one, other, [32, 16], 32, 2])
-    for starts, channels in (([32, 32], 32), ([8, 0], 16), ([0, 0], 0)):
-        with pytest.raises(ValueError, match=f"no {channels} channels in blocks"):
-            ops.add_up(one, other, starts, channels, 2)
 
 
 @needs_layout
