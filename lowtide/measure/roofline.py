@@ -10,7 +10,7 @@ from lowtide import device, kernels
 from lowtide.aten import ELEMENTWISE, LSTM_BACKWARD, RECURRENT
 from lowtide.costs import Costs, lanes
 from lowtide.graph import Graph, Read
-from lowtide.kernels import blocked, sparse
+from lowtide.kernels import sparse
 from lowtide.kernels.shapes import Shapes
 from lowtide.private import flop_registry
 
@@ -91,8 +91,9 @@ class _Work:
         if sparse.is_product(op.target):
             made = self.shapes.tensor(Read(op.makes[0]))
             return sparse.operations(op.target, [self.shapes.argument(arg) for arg in op.args], made)
-        if blocked.is_product(op.target):
-            return blocked.operations(op.target, [self.shapes.argument(arg) for arg in op.args])
+        own = kernels.TRIED.get(op.target)
+        if own is not None and own.operations is not None:
+            return own.operations([self.shapes.argument(arg) for arg in op.args])
         packet = kernels.overload(op.target).overloadpacket
         if packet not in flop_registry:
             return 0.0
