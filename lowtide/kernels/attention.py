@@ -25,6 +25,7 @@ from lowtide.kernels.own import STATE
 from lowtide.kernels.tried import Family, Own
 
 SOURCE = Path(__file__).with_name("attention.cpp")
+SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0)
 CACHED = 2**21  # bytes of scores that are worked on at a time: what fits a processor's own cache, with what is beside
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -371,7 +372,7 @@ def _rounding() -> int | None:
     if library() is None:
         return None
     found = 0
-    for shift, count, back, special in ((0, 8, False, False), (5, 32, False, True), (3, 4, True, False), (10, 64, True, True)):
+    for shift, count, back, special in ((0, 8, False, False), (5, 32, False, True), (3, 4, True, False), (10, 128, True, True)):
         tried = (found | way << shift for way in range(count) if way & 3 != 3 or shift)
         exact = next((way for way in tried if _exact(way, back=back, special=special)), None)
         if exact is None and not special:
@@ -386,9 +387,12 @@ def _exact(rounding: int, *, back: bool, special: bool) -> bool:
     for size in (7, 16, 64, 77):
         x, gradient = (torch.randn((256, size), generator=generator, dtype=torch.float32) * 3 for _ in range(2))
         if special:
-            rows = torch.arange(256)
-            (gradient if back else x)[rows, rows % size] = math.nan
-            x[rows[::3], (5 * rows[::3]) % size] = math.inf
+            numbers = torch.tensor(SPECIAL, dtype=torch.float32)
+            for _ in range(6):
+                rows, places = torch.arange(0, 256, 1 + back), torch.randint(size, (256,), generator=generator)
+                drawn = numbers[torch.randint(len(SPECIAL), (256,), generator=generator)]
+                x[rows, places[rows]] = drawn[rows]
+                gradient[torch.arange(256), places.flip(0)] = drawn.flip(0)
         wanted = torch.ops.aten._softmax.default(x, -1, False)
         if back:
             wanted = torch.ops.aten._softmax_backward_data.default(gradient, wanted, -1, torch.float32)

@@ -53,8 +53,8 @@ INLINE Vec sum(const Vec& a, const Vec& b) { return a + b; }
 #endif
 
 template <bool fused>
-INLINE Vec plus_product(const Vec& to, const Vec& a, const Vec& b) {
-  return fused ? at::vec::fmadd(a, b, to) : sum(to, product(a, b));
+INLINE Vec plus_product(const Vec& to, const Vec& a, const Vec& b, bool turned = false) {
+  return fused ? at::vec::fmadd(a, b, to) : turned ? sum(product(a, b), to) : sum(to, product(a, b));
 }
 
 // A row in vectors: the whole ones, and the rest.
@@ -137,7 +137,7 @@ INLINE float total_of_products(const float* a, const float* b, int64_t count, in
   Vec found = product(Vec::loadu(a), Vec::loadu(b));
   int64_t i = kWidth;
   for (; i + kWidth <= count; i += kWidth) {
-    found = plus_product<fused>(found, Vec::loadu(a + i), Vec::loadu(b + i));
+    found = plus_product<fused>(found, Vec::loadu(a + i), Vec::loadu(b + i), (order & 16) != 0);
   }
   if (i < count) {
     const Vec last = plus_product<fused_last>(found, Vec::loadu(a + i, count - i), Vec::loadu(b + i, count - i));
