@@ -24,13 +24,26 @@ from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph, Op
 from lowtide.kernels import collectives, forms, own, sparse
+from lowtide.limits import Limits
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
+from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
 
-__all__ = ["correct", "correct_lanes", "corrected", "differing", "measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = [
+    "correct",
+    "correct_lanes",
+    "corrected",
+    "differing",
+    "limits",
+    "measure",
+    "measure_lanes",
+    "roofline",
+    "with_lanes",
+    "work",
+]
 
 PATIENCE = 300  # seconds after which a call is given up
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
@@ -82,6 +95,13 @@ def differing(graph: Graph) -> tuple[int, ...]:
     answers |= dict(zip(missing, _ask([specimens[key] for key in missing]), strict=True))
     book.add({key: answers[key] for key in missing if "error" not in answers[key]})
     return tuple(index for index in ours if not answers[str(keys[index])].get("exact", False))
+
+
+def limits(graph: Graph, *, progress: Callable[[int, int], None] | None = None) -> Limits:
+    """Measure what this machine can do at most of what a step is made of."""
+    needed = {item.dtype for item in work(graph) if item.operations}
+    probed = probes(graph.device, sorted(needed))
+    return limits_of(probed, measure(probed, progress=progress, corrected=False))
 
 
 def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
