@@ -17,46 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide import native
 from lowtide.kernels import attention_plain as by_torch
-from lowtide.kernels import vectors
-from lowtide.kernels.attention_plain import APART, FLAT, JOINED, bits
+from lowtide.kernels.attention_plain import FLAT, JOINED, bits
+from lowtide.kernels.attention_rows import Attention, Draws, get_ready, library, rounding
 from lowtide.kernels.own import STATE
 from lowtide.kernels.tried import Family, Own
 
-SOURCE = Path(__file__).with_name("attention.cpp")
-SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0)
 CACHED = 2**21  # bytes of scores that are worked on at a time: what fits a processor's own cache, with what is beside
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("scores", "gradient", "added", "hidden", "kept")),
-        *((name, _INT) for name in ("heads", "rows", "size", "bytes", "mask_head", "mask_row")),
-        *((name, _FLOAT) for name in ("factor", "divisor", "filling", "noise")),
-        *((name, _INT) for name in ("safe", "rounding")),
-    )
-
-
-class _Draws(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("state", "out")),
-        *((name, _INT) for name in ("rows", "size", "bytes", "below")),
-    )
-
-
-SIGNATURES: native.Signatures = {
-    "lowtide_attention": ([_POINTER, _POINTER, _INT], None),
-    "lowtide_is_state": ([_POINTER], _INT),
-}
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """Our kernels; None where they can't be compiled or loaded."""
-    return vectors.library(SOURCE, SIGNATURES, "attention in chunks")
 
 
 @dataclass(frozen=True)
@@ -85,6 +52,11 @@ class _Call:
     def size(self) -> int:
         return self.key.shape[-1]
 
+    @property
+    def rounding(self) -> int | None:
+        """How torch rounds in the softmax of all rows."""
+        return rounding(self.examples * self.heads * self.rows)
+
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """An example, and some of its heads."""
         most = max(torch.get_num_threads(), CACHED // (4 * self.rows * self.size))
@@ -95,7 +67,7 @@ class _Call:
 
 
 class _Operand:
-    """What a product reads of a tensor, some heads at a time, copied into a buffer of its own where it is not as it is."""
+    """What a product reads of a tensor, some heads at a time; copied into a buffer where it is not read as it is."""
 
     def __init__(self, tensor: Tensor, heads: int, scale: float = 1, *, copied: bool = False) -> None:
         self.seen = tensor.unflatten(0, (-1, heads)) if tensor.dim() == 3 else tensor
@@ -151,15 +123,21 @@ class _Rows:
         self.factor, self.divisor = (float(scale) for scale in call.scales[2:])
 
     def run(
-        self, where: tuple[int, int, int] | None, scores: Tensor | None, gradient: Tensor | None, kept: Tensor | None, draws: _Draws | None = None
+        self,
+        where: tuple[int, int, int] | None,
+        scores: Tensor | None,
+        gradient: Tensor | None,
+        kept: Tensor | None,
+        draws: Draws | None = None,
     ) -> None:
         """Work on the scores of some heads, and draw for others meanwhile."""
-        task = None if where is None or scores is None else self._task(where, scores, gradient, kept)
-        self.library.lowtide_attention(
-            None if task is None else ctypes.byref(task), None if draws is None else ctypes.byref(draws), torch.get_num_threads()
-        )
+        task = None if where is None or scores is None else ctypes.byref(self._task(where, scores, gradient, kept))
+        drawn = None if draws is None else ctypes.byref(draws)
+        self.library.lowtide_attention(task, drawn, torch.get_num_threads())
 
-    def _task(self, where: tuple[int, int, int], scores: Tensor, gradient: Tensor | None, kept: Tensor | None) -> _Attention:
+    def _task(
+        self, where: tuple[int, int, int], scores: Tensor, gradient: Tensor | None, kept: Tensor | None
+    ) -> Attention:
         added = hidden = None
         steps = (0, 0)
         if self.mask is not None:
@@ -168,7 +146,7 @@ class _Rows:
             added, hidden = (None, place) if self.mask.dtype is torch.bool else (place, None)
             steps = self.mask.stride(1), self.mask.stride(2)
         call = self.call
-        return _Attention(
+        return Attention(
             scores.data_ptr(),
             None if gradient is None else gradient.data_ptr(),
             added,
@@ -195,10 +173,10 @@ def _spread(mask: Tensor, call: _Call) -> Tensor:
 
 
 def _forward(call: _Call, rate: float | None, layout: int) -> tuple[Tensor, Tensor | None]:
-    rounding = _rounding()
+    way = call.rounding
     drawing = None if rate is None else _Drawing(call, rate)
-    assert rounding is not None
-    rows = _Rows(call, 1.0 if rate is None else _noise(rate), rounding)
+    assert way is not None
+    rows = _Rows(call, 1.0 if rate is None else _noise(rate), way)
     query, key, value = _operands(call)
     made = _Result(call, call.rows, call.value.shape[-1], layout)
     chunks = list(call.chunks())
@@ -217,9 +195,9 @@ def _forward(call: _Call, rate: float | None, layout: int) -> tuple[Tensor, Tens
 def _backward(
     call: _Call, gradient: Tensor, kept: Tensor | None, rate: float | None, seen_copied: bool, layouts: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rounding = _rounding()
-    assert rounding is not None
-    rows = _Rows(call, 1.0 if rate is None else _noise(rate), rounding)
+    way = call.rounding
+    assert way is not None
+    rows = _Rows(call, 1.0 if rate is None else _noise(rate), way)
     query, key, value = _operands(call)
     seen = _Operand(gradient, call.heads, copied=seen_copied)
     width = call.query.shape[-1]
@@ -251,11 +229,11 @@ class _Drawing:
         self.state = torch.default_generator.get_state()
         self.below = math.ceil(rate * 2**53)
 
-    def of(self, where: tuple[int, int, int]) -> _Draws:
+    def of(self, where: tuple[int, int, int]) -> Draws:
         example, first, last = where
         place = self.kept[example, first].data_ptr()
         rows = (last - first) * self.call.rows
-        return _Draws(self.state.data_ptr(), place, rows, self.call.size, self.bytes, self.below)
+        return Draws(self.state.data_ptr(), place, rows, self.call.size, self.bytes, self.below)
 
     def done(self) -> Tensor:
         torch.default_generator.set_state(self.state)
@@ -276,7 +254,7 @@ def _operands(call: _Call) -> list[_Operand]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- the ops
+# -------------------------------------------------------------------------------------------------------------- the ops
 
 
 def attention(*given: Any) -> Tensor:
@@ -323,14 +301,21 @@ def _can(call: _Call, gradient: Tensor | None = None) -> bool:
     """Whether sizes belong together, all are floats in this memory, and our kernels have torch's bits."""
     query, key, value, heads = call.query, call.key, call.value, call.heads
     floats = [query, key, value, *(() if gradient is None else (gradient,))]
-    if any(tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or tensor.dim() not in (3, 4) for tensor in floats):
+    if any(
+        tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or tensor.dim() not in (3, 4)
+        for tensor in floats
+    ):
         return False
     leading = [_leading(tensor, heads) for tensor in floats]
     rows, size, columns = query.shape[-2], key.shape[-1], value.shape[-1]
     shapes = [tuple(tensor.shape[-2:]) for tensor in floats]
     wanted = [(rows, query.shape[-1]), (query.shape[-1], size), (size, columns), (rows, columns)][: len(shapes)]
     fits = None not in leading and len(set(leading)) == 1 and shapes == wanted and 0 not in query.shape and size > 0
-    return fits and columns > 0 and _mask_fits(call) and _rounding() is not None
+    return fits and columns > 0 and _mask_fits(call) and call.rounding is not None
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.dim() in (3, 4)
 
 
 def _leading(tensor: Tensor, heads: int) -> tuple[int, int] | None:
@@ -345,64 +330,17 @@ def _mask_fits(call: _Call) -> bool:
         return True
     sizes = (call.examples, call.heads, call.rows, call.size)
     known = mask.dtype in (torch.bool, torch.float32) and mask.device.type == "cpu" and mask.dim() <= 4
-    return known and all(
-        mine in (1, theirs) for mine, theirs in zip(mask.shape[::-1], sizes[::-1], strict=False)
-    )
+    return known and all(mine in (1, theirs) for mine, theirs in zip(mask.shape[::-1], sizes[::-1], strict=False))
 
 
 def _can_draw(rate: float) -> bool:
     compiled, state = library(), torch.default_generator.get_state()
-    return 0 < rate <= 1 and compiled is not None and state.numel() == STATE and compiled.lowtide_is_state(state.data_ptr())
-
-
-# ------------------------------------------------------------------------------------------------------------- roundings
-
-
-def _get_ready() -> None:
-    """Find out what the ops ask for when they run, before a step does: it allocates."""
-    _rounding()
-
-
-@cache
-def _rounding() -> int | None:
-    """How torch rounds inside of softmax and its gradient here, as attention.cpp numbers it; None: otherwise.
-
-    What is no number has no value, but bits; which of them are kept depends on the order in which torch adds.
-    """
-    if library() is None:
-        return None
-    found = 0
-    for shift, count, back, special in ((0, 8, False, False), (5, 32, False, True), (3, 4, True, False), (10, 128, True, True)):
-        tried = (found | way << shift for way in range(count) if way & 3 != 3 or shift)
-        exact = next((way for way in tried if _exact(way, back=back, special=special)), None)
-        if exact is None and not special:
-            return None
-        found = found if exact is None else exact
-    return found
-
-
-def _exact(rounding: int, *, back: bool, special: bool) -> bool:
-    compiled, generator = library(), torch.Generator().manual_seed(1)
-    assert compiled is not None
-    for size in (7, 16, 64, 77):
-        x, gradient = (torch.randn((256, size), generator=generator, dtype=torch.float32) * 3 for _ in range(2))
-        if special:
-            numbers = torch.tensor(SPECIAL, dtype=torch.float32)
-            for _ in range(6):
-                rows, places = torch.arange(0, 256, 1 + back), torch.randint(size, (256,), generator=generator)
-                drawn = numbers[torch.randint(len(SPECIAL), (256,), generator=generator)]
-                x[rows, places[rows]] = drawn[rows]
-                gradient[torch.arange(256), places.flip(0)] = drawn.flip(0)
-        wanted = torch.ops.aten._softmax.default(x, -1, False)
-        if back:
-            wanted = torch.ops.aten._softmax_backward_data.default(gradient, wanted, -1, torch.float32)
-        task = _Attention(scores=x.data_ptr(), heads=1, rows=256, size=size, factor=1, divisor=1, rounding=rounding)
-        if back:
-            task.gradient = gradient.data_ptr()
-        compiled.lowtide_attention(ctypes.byref(task), None, 1)
-        if not torch.equal((gradient if back else x).view(torch.int32), wanted.view(torch.int32)):
-            return False
-    return True
+    return (
+        0 < rate <= 1
+        and compiled is not None
+        and state.numel() == STATE
+        and compiled.lowtide_is_state(state.data_ptr())
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ the trial
@@ -449,7 +387,7 @@ OWN = (
         by_torch.attention,
         belong=_belong,
         operations=partial(_operations, first=0, products=2),
-        ready=_get_ready,
+        ready=get_ready,
     ),
     Own(
         f"attention_backward(Tensor gradient, {_GIVEN}, bool seen_copied, int[] layouts) -> {_MADE}",
@@ -457,7 +395,7 @@ OWN = (
         by_torch.attention_backward,
         belong=_belong_back,
         operations=partial(_operations, first=1, products=5),
-        ready=_get_ready,
+        ready=get_ready,
     ),
     Own(
         f"dropped_attention({_GIVEN}, float rate, int layout) -> (Tensor, Tensor)",
@@ -465,7 +403,7 @@ OWN = (
         by_torch.dropped_attention,
         belong=_belong,
         operations=partial(_operations, first=0, products=2),
-        ready=_get_ready,
+        ready=get_ready,
     ),
     Own(
         f"dropped_attention_backward(Tensor gradient, Tensor kept, {_GIVEN}, float rate, bool seen_copied, "
@@ -474,7 +412,7 @@ OWN = (
         by_torch.dropped_attention_backward,
         belong=_belong_dropped,
         operations=partial(_operations, first=2, products=5),
-        ready=_get_ready,
+        ready=get_ready,
     ),
 )
 PLAIN, BACKWARD, DROPPED, DROPPED_BACKWARD = (one.target for one in OWN)
@@ -488,6 +426,7 @@ FAMILY = Family(
             "vectors.hpp",
             "threads.hpp",
             "attention.py",
+            "attention_rows.py",
             "attention_plain.py",
             "vectors.py",
         )

@@ -101,7 +101,8 @@ def _weights(
         scores = scores.masked_fill(mask, filling)
     elif mask is not None:
         scores = aten.add.Tensor(scores, mask)
-    return aten._safe_softmax.default(scores, -1) if safe else aten._softmax.default(scores, -1, False)
+    made: Tensor = aten._safe_softmax.default(scores, -1) if safe else aten._softmax.default(scores, -1, False)
+    return made
 
 
 def _value(given: Any) -> Tensor:
@@ -124,7 +125,9 @@ def _laid_out(made: Tensor, heads: int, layout: int) -> Tensor:
     if layout == FLAT:
         return made
     made = made.unflatten(0, (-1, heads))
-    return aten.clone.default(made.transpose(1, 2), memory_format=torch.contiguous_format) if layout == JOINED else made
+    if layout == JOINED:
+        made = aten.clone.default(made.transpose(1, 2), memory_format=torch.contiguous_format)
+    return made
 
 
 def bits(size: int) -> int:
@@ -136,7 +139,8 @@ def packed(drawn: Tensor) -> Tensor:
     """Draws as bits, eight in a byte, each row from a byte of its own."""
     row = torch.nn.functional.pad(drawn, (0, bits(drawn.shape[-1]) * 8 - drawn.shape[-1])).to(torch.uint8)
     weights = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=drawn.device)
-    return (row.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    made: Tensor = (row.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    return made
 
 
 def unpacked(kept: Tensor, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the compiler is told where a source of ours includes torch's vectors: those of the processor that torch found."""
+"""Sources of ours that include torch's vectors, compiled for the processor that torch found."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention in chunks of heads: what torch runs as products and passes over the weights of all heads becomes one call.
+"""Attention in chunks of heads: what torch runs over the weights of all heads becomes one call.
 
-A region begins at a softmax: before it a product of queries and keys, scaled and masked; behind it dropout and a product
-with the values; in the backward the same way back. The products read copies that are made of one projection; these are
-made a few heads at a time, too. A region whose values somebody else reads, or that is written otherwise, stays as it is.
+A region begins at a softmax: before it a product of queries and keys, scaled and masked; behind it dropout and a
+product with the values; in the backward the same way back. The products read copies that are made of one projection;
+these are made a few heads at a time, too. Where somebody else reads values of it, or it is written otherwise, it stays.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from typing import Any
 from lowtide.graph import Arg, Constant, Graph, Op, Read, Value
 from lowtide.kernels.attention import BACKWARD, DROPPED, DROPPED_BACKWARD, PLAIN
 from lowtide.kernels.attention_plain import APART, FLAT, JOINED, bits
-from lowtide.kernels.shapes import Shapes
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.seeing import PRODUCT, Other, Seeing
 from lowtide.rewrites import Setting
 
 SOFTMAX, SAFE_SOFTMAX = "aten._softmax.default", "aten._safe_softmax.default"
 SOFTMAX_BACKWARD = "aten._softmax_backward_data.default"
-PRODUCT, CLONE = "aten.bmm.default", "aten.clone.default"
 TIMES, DIVIDED = ("aten.mul.Scalar", "aten.mul.Tensor"), ("aten.div.Scalar", "aten.div.Tensor")
 ADDED, HIDDEN = "aten.add.Tensor", "aten.masked_fill.Scalar"
 EMPTY, DRAW, QUOTIENT = "aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar"
-
-
-class Other(Exception):
-    """It is no attention that can be one call."""
 
 
 def attention(graph: Graph, without: Setting = None) -> Graph:
@@ -36,10 +31,10 @@ def attention(graph: Graph, without: Setting = None) -> Graph:
     softmaxes = [op for op in graph.ordinary if graph.ops[op].target in (SOFTMAX, SAFE_SOFTMAX)]
     if graph.device != "cpu" or not softmaxes:
         return graph
-    editor, shapes = Editor(graph), Shapes(graph.values, graph.views)
+    editor, seeing = Editor(graph), Seeing(graph)
     found = False
     for softmax in softmaxes:
-        region = _Region(graph, shapes, softmax)
+        region = _Region(graph, seeing, softmax)
         try:
             region.find()
         except Other:
@@ -80,7 +75,7 @@ class _Region:
     """The ops around one softmax."""
 
     graph: Graph
-    shapes: Shapes
+    see: Seeing
     softmax: int
     ops: set[int] = field(default_factory=set)
     mask: Read | None = None
@@ -103,7 +98,7 @@ class _Region:
         self.safe, self.weights = safe, made
         self.heads = shape[1] if len(shape) == 4 else shape[0]
         product = self.before(op.args[0])
-        self.queries, self.keys = self.both(product)
+        self.queries, self.keys = self.see.both(product)
         dropped, noise = self.dropout()
         self.find_products(product, dropped, noise)
 
@@ -130,11 +125,11 @@ class _Region:
         return place
 
     def masking(self, read: Read, dtypes: tuple[str, ...]) -> Read:
-        seen, shape = self.shapes.tensor(read), self.graph.values[self.weights].shape
+        seen, shape = self.see.tensor(read), self.graph.values[self.weights].shape
         fits = seen.dim() <= len(shape) and all(
             mine in (1, theirs) for mine, theirs in zip(tuple(seen.shape)[::-1], shape[::-1], strict=False)
         )
-        if str(seen.dtype).removeprefix("torch.") not in dtypes or not fits or self.is_written(read.value):
+        if str(seen.dtype).removeprefix("torch.") not in dtypes or not fits or self.see.is_written(read.value):
             raise Other
         return read
 
@@ -144,18 +139,19 @@ class _Region:
         times = [op for op in readers if self.graph.ops[op].target == TIMES[1]]
         if not times:
             return self.weights, None
-        if len(times) != 1 or not set(readers) <= {times[0], *(op for op in readers if self.target(op) == EMPTY)}:
+        if len(times) != 1 or not set(readers) <= {times[0], *(op for op in readers if self.see.target(op) == EMPTY)}:
             raise Other
         op = self.graph.ops[times[0]]
         one, other = op.args
         if one != Read(self.weights) or not isinstance(other, Read) or other.view is not None:
             raise Other
-        quotient = self.made_by(other.value, QUOTIENT)
-        draw = self.made_by(self.old(quotient), DRAW)
-        empty = self.made_by(self.old(draw), EMPTY)
+        quotient = self.see.made_by(other.value, QUOTIENT)
+        draw = self.see.made_by(self.see.old(quotient), DRAW)
+        empty = self.see.made_by(self.see.old(draw), EMPTY)
         rate = self.graph.ops[draw].args[1]
-        same = type(rate) is float and 0 < rate <= 1 and self.graph.ops[quotient].args[1] == rate
-        if not same or self.graph.ops[draw].kwargs:
+        if not isinstance(rate, float) or not 0 < rate <= 1 or self.graph.ops[quotient].args[1] != rate:
+            raise Other
+        if self.graph.ops[draw].kwargs:
             raise Other
         for place in (times[0], quotient, draw, empty):
             self.take(place)
@@ -166,12 +162,12 @@ class _Region:
     def find_products(self, scores: int, dropped: int, noise: int | None) -> None:
         """The products that follow, forward and backward."""
         mixing = [op for op in self.graph.readers[dropped] if self.graph.ops[op].phase == "forward"]
-        mixing = [op for op in mixing if self.target(op) not in (EMPTY, TIMES[1])]
+        mixing = [op for op in mixing if self.see.target(op) not in (EMPTY, TIMES[1])]
         if len(mixing) != 1:
             raise Other
         self.take(mixing[0], PRODUCT)
-        weighted, values = self.both(mixing[0])
-        if weighted.value != dropped or not self.is_reshaped(weighted):
+        weighted, values = self.see.both(mixing[0])
+        if weighted.value != dropped or not self.see.is_reshaped(weighted):
             raise Other
         back = self.backward(scores, mixing[0], dropped, noise)
         gone = {made for op in self.ops for made in self.graph.ops[op].makes}
@@ -201,8 +197,8 @@ class _Region:
         readers = [op for op in graph.readers[self.weights] if graph.ops[op].phase == "backward"]
         if not readers and not [op for op in graph.readers[dropped] if graph.ops[op].phase == "backward"]:
             return ()
-        softmaxes = [op for op in readers if self.target(op) == SOFTMAX_BACKWARD]
-        of_values = [op for op in graph.readers[dropped] if self.target(op) == PRODUCT and op != mixing]
+        softmaxes = [op for op in readers if self.see.target(op) == SOFTMAX_BACKWARD]
+        of_values = [op for op in graph.readers[dropped] if self.see.target(op) == PRODUCT and op != mixing]
         if len(softmaxes) != 1 or len(of_values) != 1:
             raise Other
         (softmax,), (of_value,) = softmaxes, of_values
@@ -214,7 +210,7 @@ class _Region:
         self.take(softmax)
         self.last_softmax = softmax
         self.take(of_value, PRODUCT)
-        turned, self.seen = self.both(of_value)
+        turned, self.seen = self.see.both(of_value)
         place = self.whole(op.args[0])
         if noise is not None:
             times = graph.ops[place]
@@ -223,9 +219,13 @@ class _Region:
             self.take(place)
             place = self.whole(times.args[0])
         self.take(place, PRODUCT)
-        again, values = self.both(place)
-        value = self.both(mixing)[1]
-        if again != self.seen or not self.is_turned(values, value) or not self.is_turned(turned, Read(dropped), flat=True):
+        again, values = self.see.both(place)
+        value = self.see.both(mixing)[1]
+        if (
+            again != self.seen
+            or not self.see.is_turned(values, value)
+            or not self.see.is_turned(turned, Read(dropped), flat=True)
+        ):
             raise Other
         made = self.after(op.makes[0])
         return (*self.last_products(made), of_value)
@@ -248,10 +248,10 @@ class _Region:
     def only(self, value: int, *targets: str) -> int:
         """The one op that reads a value, which is of these."""
         readers = self.graph.readers[value]
-        if len(readers) != 1 or self.target(readers[0]) not in targets:
+        if len(readers) != 1 or self.see.target(readers[0]) not in targets:
             raise Other
         seen = self.graph.ops[readers[0]].args[0]
-        if not isinstance(seen, Read) or seen.value != value or not self.is_reshaped(seen):
+        if not isinstance(seen, Read) or seen.value != value or not self.see.is_reshaped(seen):
             raise Other
         self.take(readers[0])
         return readers[0]
@@ -264,10 +264,10 @@ class _Region:
         of_query = of_key = -1
         for reader in readers:
             self.take(reader, PRODUCT)
-            one, other = self.both(reader)
-            if one.value == value and self.is_reshaped(one) and self.is_turned(other, self.keys):
+            one, other = self.see.both(reader)
+            if one.value == value and self.see.is_reshaped(one) and self.see.is_turned(other, self.keys):
                 of_query = reader
-            elif other.value == value and self.is_reshaped(other) and self.is_turned(one, self.queries):
+            elif other.value == value and self.see.is_reshaped(other) and self.see.is_turned(one, self.queries):
                 of_key = reader
         if -1 in (of_query, of_key):
             raise Other
@@ -280,25 +280,27 @@ class _Region:
     def operand(self, read: Read) -> _Operand:
         """What a product reads: what its copy was made of, where only this region reads that copy."""
         graph, clone = self.graph, self.graph.maker[read.value]
-        if clone < 0 or not self.is_copy(clone) or not self.is_reshaped(read):
+        if clone < 0 or not self.see.is_copy(clone) or not self.see.is_reshaped(read):
             return _Operand(read)
         source = graph.ops[clone].args[0]
         assert isinstance(source, Read)
-        seen, columns = self.shapes.tensor(source), self.shapes.tensor(read)
+        seen, columns = self.see.tensor(source), self.see.tensor(read)
         fits = seen.dim() == 4 and seen.shape[1] == self.heads and seen.shape[2:] == columns.shape[1:]
         if not (fits or seen.shape == columns.shape) or set(graph.readers[read.value]) - self.ops:
             return _Operand(read)
-        if self.is_written(source.value) or read.value in graph.required:
+        if self.see.is_written(source.value) or read.value in graph.required:
             return _Operand(read)
         number = next((place for place, one in enumerate((self.queries, self.keys)) if one == read), None)
         scale = graph.maker[source.value]
         if number is not None and scale >= 0 and (op := graph.ops[scale]).target in TIMES:
             inner, factor = op.args
+            if not isinstance(inner, Read):
+                return _Operand(source, copied=True)
             alone = graph.readers[source.value] == (clone,) and source.value not in graph.required
-            if alone and isinstance(inner, Read) and type(factor) is float and self.is_as_made(source):
-                if not self.is_written(inner.value) and self.shapes.tensor(inner).shape == seen.shape:
-                    self.unscaled[number] = source
-                    return _Operand(inner, factor, copied=True)
+            whole = self.see.is_as_made(source) and not self.see.is_written(inner.value)
+            if alone and whole and type(factor) is float and self.see.tensor(inner).shape == seen.shape:
+                self.unscaled[number] = source
+                return _Operand(inner, factor, copied=True)
         return _Operand(source, copied=True)
 
     def absorbed(self, read: Read, operand: _Operand) -> list[int]:
@@ -314,11 +316,11 @@ class _Region:
         """Where what a product made goes: into plain order with the heads beside each other, if that is next."""
         graph, readers = self.graph, self.graph.readers[value]
         layout = APART if len(graph.values[value].shape) == 4 else FLAT
-        if len(readers) != 1 or not self.is_copy(readers[0]) or value in graph.required:
+        if len(readers) != 1 or not self.see.is_copy(readers[0]) or value in graph.required:
             return _Result(value, layout)
         read = graph.ops[readers[0]].args[0]
         assert isinstance(read, Read)
-        seen, shape = self.shapes.tensor(read), graph.values[value].shape
+        seen, shape = self.see.tensor(read), graph.values[value].shape
         rows, columns = shape[-2:]
         heads, count = self.heads, graph.values[value].nbytes // (4 * self.heads * rows * columns)
         wanted = (count, rows, heads, columns), (heads * rows * columns, columns, rows * columns, 1)
@@ -332,44 +334,16 @@ class _Region:
     def scaled(self, value: int, scale: float) -> int | None:
         """What a product made, multiplied: the value, if that is all that is done to it."""
         readers = self.graph.readers[value]
-        if len(readers) != 1 or value in self.graph.required or self.target(readers[0]) not in TIMES:
+        if len(readers) != 1 or value in self.graph.required or self.see.target(readers[0]) not in TIMES:
             return None
         op = self.graph.ops[readers[0]]
         read, shape = op.args[0], self.graph.values[op.makes[0]].shape
-        if op.args[1] != scale or not isinstance(read, Read) or not self.is_reshaped(read):
+        if op.args[1] != scale or not isinstance(read, Read) or not self.see.is_reshaped(read):
             return None
         if len(shape) not in (3, 4) or (len(shape) == 4 and shape[1] != self.heads):
             return None
         self.ops.add(readers[0])
         return op.makes[0]
-
-    def is_copy(self, index: int) -> bool:
-        op = self.graph.ops[index]
-        usual = (("memory_format", Constant("memory_format", "contiguous_format")),)
-        return op.target == CLONE and op.kwargs == usual and isinstance(op.args[0], Read) and not op.forgotten
-
-    def is_reshaped(self, read: Read) -> bool:
-        """Whether all of a value is seen in the order of memory."""
-        seen, value = self.shapes.tensor(read), self.graph.values[read.value]
-        return seen.is_contiguous() and seen.numel() * 4 == value.nbytes and str(seen.dtype) == "torch.float32"
-
-    def is_as_made(self, read: Read) -> bool:
-        seen, value = self.shapes.tensor(read), self.graph.values[read.value]
-        return (tuple(seen.shape), tuple(seen.stride()), seen.storage_offset()) == (value.shape, value.stride, 0)
-
-    def is_turned(self, read: Read, other: Read, *, flat: bool = False) -> bool:
-        """Whether one read is the other with rows and columns exchanged."""
-        mine, theirs = self.shapes.tensor(read), self.shapes.tensor(other)
-        theirs = (theirs.flatten(0, 1) if flat and theirs.dim() == 4 else theirs).transpose(1, 2)
-        same = (mine.shape, mine.stride(), mine.storage_offset()) == (theirs.shape, theirs.stride(), theirs.storage_offset())
-        return read.value == other.value and same
-
-    def is_written(self, value: int) -> bool:
-        """Whether somebody writes over a value, so that it may not be read later than it is."""
-        return any(old == value for op in self.graph.ops for _, old in op.updates)
-
-    def target(self, index: int) -> str:
-        return self.graph.ops[index].target
 
     def take(self, index: int, target: str | None = None) -> None:
         """Let an op be a part of the region."""
@@ -378,34 +352,13 @@ class _Region:
             raise Other
         self.ops.add(index)
 
-    def both(self, product: int) -> tuple[Read, Read]:
-        """What a product reads."""
-        one, other = self.graph.ops[product].args
-        if not isinstance(one, Read) or not isinstance(other, Read):
-            raise Other
-        if any(str(self.shapes.tensor(read).dtype) != "torch.float32" for read in (one, other)):
-            raise Other
-        return one, other
-
     def whole(self, arg: Arg) -> int:
         """The op that made what is read whole, which nobody else reads."""
-        if not isinstance(arg, Read) or self.graph.maker[arg.value] < 0 or not self.is_reshaped(arg):
+        if not isinstance(arg, Read) or self.graph.maker[arg.value] < 0 or not self.see.is_reshaped(arg):
             raise Other
         if len(self.graph.readers[arg.value]) != 1 or len(self.graph.ops[self.graph.maker[arg.value]].makes) != 1:
             raise Other
         return self.graph.maker[arg.value]
-
-    def made_by(self, value: int, target: str) -> int:
-        maker = self.graph.maker[value]
-        if maker < 0 or self.target(maker) != target:
-            raise Other
-        return maker
-
-    def old(self, index: int) -> int:
-        """What an op writes over."""
-        if len(self.graph.ops[index].updates) != 1:
-            raise Other
-        return self.graph.ops[index].updates[0][1]
 
     # ---- the calls
 
@@ -434,12 +387,12 @@ class _Region:
         if self.back is not None:
             before = graph.ops[self.back.name]
             layouts = tuple(result.layout for result in self.back.results)
-            outputs = tuple(result.value for result in self.back.results)
+            made = tuple(result.value for result in self.back.results)
             rest = (*shared, *(() if self.rate is None else (self.rate,)), self.back.gradient.copied, layouts)
             seen = self.back.gradient.read
             args = (seen, *(() if self.rate is None else (Read(kept),)), *rest)
             target = BACKWARD if self.rate is None else DROPPED_BACKWARD
-            calls.append(replace(before, target=target, args=args, kwargs=(), outputs=outputs))
+            calls.append(replace(before, target=target, args=args, kwargs=(), outputs=made))
         if not all(self.is_as_before(editor, call) for call in calls):
             return False
         places = [self.draw if self.draw >= 0 else self.softmax, *([] if self.back is None else [self.back.name])]
