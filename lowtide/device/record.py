@@ -65,7 +65,7 @@ class Open(Protocol):
 class Begin(Protocol):
     """Begins a step where the cursor leads, with places in an arena; `eager` are the bytes that eager's would add."""
 
-    def __call__(self, cursor: array[int], tape: Tape | None, arena: Arena | None, /, *, eager: int) -> Stepping:
+    def __call__(self, cursor: array[int], tape: Tape | None, arena: Arena | None, /, *, eager: int = 0) -> Stepping:
         """The step, to be used in a `with`."""
 
 
