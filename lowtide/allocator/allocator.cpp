@@ -118,9 +118,13 @@ class Ledger {
     level(arena.unmap_if_done() ? -arena.held() : -arena.give(arena.nbytes));
   }
 
-  // A step begins, or goes on: it needs the pages of its arena, and eager's would add so many bytes to what is there.
-  void begun(Arena* arena, int64_t eager) {
-    plain_ = std::max(plain_, live_ + eager);
+  // Without arenas the program would add so many bytes to the tensors that are there.
+  void expect(int64_t nbytes) {
+    plain_ = std::max(plain_, live_ + nbytes);
+  }
+
+  // A step begins, or goes on: it needs the pages of its arena.
+  void begun(Arena* arena) {
     ++steps_;
     if (arena != nullptr) {
       ++arena->running;
@@ -583,8 +587,8 @@ void lowtide_tape_drop(Tape* tape) {
 
 // From here on the allocations of this thread are those of a step: they go where the tape says or, without one, are
 // written down; with a tape and no arena they go where all others go. The cursor is the instruction that runs; the
-// number is nobody else's; `eager` are the bytes that eager's step would add. Returns zero, kRefused or kNoMemory.
-int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor, int64_t eager) {
+// number is nobody else's. Returns zero, kRefused or kNoMemory.
+int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor) {
   Guard guard(ledger().lock);
   if (!installation.enter()) {
     return kRefused;
@@ -595,8 +599,14 @@ int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const
     return kNoMemory;
   }
   stepping = step;
-  ledger().begun(arena, eager);
+  ledger().begun(arena);
   return 0;
+}
+
+// Eager's step would add so many bytes to what is there now.
+void lowtide_step_expect(int64_t nbytes) {
+  Guard guard(ledger().lock);
+  ledger().expect(nbytes);
 }
 
 // Ends this step, of this thread or paused, and returns it, for lowtide_step_take; null where it has ended already.
@@ -632,7 +642,8 @@ void lowtide_step_resume(int64_t number, int64_t nbytes, int64_t eager) {
   Guard guard(ledger().lock);
   if (Step* step = take_out(paused, number)) {
     step->outer = stepping;
-    ledger().begun(step->arena, eager - step->holds() - nbytes);
+    ledger().expect(eager - step->holds() - nbytes);
+    ledger().begun(step->arena);
     step->given(nbytes);
     stepping = step;
   }

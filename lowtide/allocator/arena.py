@@ -226,22 +226,18 @@ def waiting() -> bool:
     return bool(_waiting)
 
 
-def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None = None, *, eager: int = 0) -> Stepping:
-    """Give this thread's allocations inside the `with` the places of the tape, or learn them.
-
-    `eager` is how many bytes eager's step would add to what is there.
-    """
-    return Stepping(cursor, tape, arena, eager)
+def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None = None) -> Stepping:
+    """Give this thread's allocations inside the `with` the places of the tape, or learn them."""
+    return Stepping(cursor, tape, arena)
 
 
 class Stepping:
     """The `with` of a step."""
 
-    def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None, eager: int) -> None:
+    def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
         self.step = Step(placeless=arena is None)
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
-        self._eager = eager
         self._ending: Ending | None = None  # of a step that may be running
 
     def __enter__(self) -> Step:
@@ -249,9 +245,7 @@ class Stepping:
         address, _ = cursor.buffer_info()
         library = build.load()
         self._ending = Ending(self, partial(_end, self._number, Step()))  # where who should end it is interrupted
-        answer = library.lowtide_step_begin(
-            self._number, arena and arena.handle, tape and tape.handle, address, self._eager
-        )
+        answer = library.lowtide_step_begin(self._number, arena and arena.handle, tape and tape.handle, address)
         if answer == NO_MEMORY:
             raise ArenaError("there is no memory to begin a step.", hint="end what else uses the memory.")
         if answer:
@@ -263,6 +257,10 @@ class Stepping:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+    def expect(self, nbytes: int) -> None:
+        """Let it be known how many bytes eager's step would add to what is there now."""
+        build.load().lowtide_step_expect(nbytes)
 
     def pause(self) -> None:
         """What the thread allocates from here on, until the step goes on, is not the step's."""

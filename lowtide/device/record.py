@@ -62,13 +62,6 @@ class Open(Protocol):
         """The store."""
 
 
-class Begin(Protocol):
-    """Begins a step where the cursor leads, with places in an arena; `eager` are the bytes that eager's would add."""
-
-    def __call__(self, cursor: array[int], tape: Tape | None, arena: Arena | None, /, *, eager: int = 0) -> Stepping:
-        """The step, to be used in a `with`."""
-
-
 class Homes(Protocol):
     """Where the caller's tensors live that are not on the device between steps."""
 
@@ -92,7 +85,7 @@ class Device:
     free_bytes: Callable[[], int]  # that this process can still get
     arenas: Pool  # the memory that planned steps run in
     missing: Callable[[], AllocatorUnavailable | None]  # why steps can run in no arena here, if they can't
-    stepping: Begin  # lets a step's allocations go to their place
+    stepping: Callable[[array[int], Tape | None, Arena | None], Stepping]  # lets a step's allocations go to their place
     meter: Callable[[], AbstractContextManager[Meter]]  # counts bytes
     generator: Callable[[], torch.Generator]  # that ops draw from
     clock: Callable[[], float]  # seconds

@@ -54,7 +54,7 @@ class Arrangement:
             self.device.arenas.empty()  # a step that learns needs the memory
             if self.beside is not None:
                 self._look_for_room(self.beside)
-        context = self.device.stepping(cursor, lessons.tape, arena, eager=self.eager[0])
+        context = self.device.stepping(cursor, lessons.tape, arena)
         stack.callback(context.end)  # an interruption may come before the next line is done
         try:
             stack.enter_context(context)

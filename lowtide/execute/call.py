@@ -36,6 +36,8 @@ class Call:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = self._away.begin(self._stack, inputs)
         self._binding.take_gradients()
+        if self._stepping is not None:
+            self._stepping.expect(self._arrangement.eager[0])
         return function(inputs, generator, stored, watch or self.cursor)
 
     def hand_over(self) -> bytes | None:

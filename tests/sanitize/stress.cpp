@@ -90,10 +90,11 @@ void step(std::mt19937& chance) {
   Tape* tape = learns ? nullptr : lowtide_tape_make(2, start, 3, nbytes, offset);
   int64_t cursor = 0;
   const int64_t number = numbers.fetch_add(1);
-  if (lowtide_step_begin(number, arena, tape, &cursor, kBytes) == 0) {
+  if (lowtide_step_begin(number, arena, tape, &cursor) == 0) {
     c10::DataPtr first = c10::GetCPUAllocator()->allocate(kBytes), second = c10::GetCPUAllocator()->allocate(512);
     use(first, kBytes, 2);
     use(second, 512, 3);
+    lowtide_step_expect(kBytes);
     lowtide_step_pause(number);
     std::thread other([&] {
       lowtide_step_resume(number, 0, 0);
