@@ -72,6 +72,19 @@ def test_calls_with_other_bits_stay_torchs(graph: Graph) -> None:
     assert ops.CONVOLUTION in kept.values()
 
 
+def test_a_pass_that_pays_with_the_next_one_only_is_taken_with_it(graph: Graph) -> None:
+    """Blocked values alone cost more here, and batch norms that take in their neighbours are what makes up for that."""
+
+    def price(seen: Graph) -> Costs:
+        masks = sum(op.target == "aten.threshold_backward.default" for op in seen.ops)
+        costs = _priced(seen, ours=1.1)
+        return replace(costs, seconds=tuple(taken * (1 if masks else 0.5) for taken in costs.seconds))
+
+    assert {"blocked", "joined-norms"} <= {one.name for one in with_tried(Leave(), graph, price)[0].always}
+    refusing = Leave(read_allow("-joined-norms"))
+    assert "blocked" not in {one.name for one in with_tried(refusing, graph, price)[0].always}
+
+
 def test_a_conversion_with_other_bits_ends_the_pass(graph: Graph) -> None:
     def lacking(seen: Graph, op: int) -> bool:
         return seen.ops[op].target == ops.FROM_BLOCKED
@@ -185,3 +198,20 @@ def test_an_attached_model_stays_eagers(monkeypatch: pytest.MonkeyPatch) -> None
     assert attached.fitted is not None
     assert any(one.tried for one in attached.fitted.plan.rewrites)
     lowtide.detach(mirror)
+
+
+def test_what_was_tried_with_other_settings_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that tries calls is told nothing of mkldnn or of precisions."""
+    monkeypatch.setattr(trials, "_seconds", lambda graph, costs: 1e3 - sum(op.target in OURS for op in graph.ops))
+    model, optimizer = _built()
+    mirror, mirrored = _built()
+    images = next(_batches())
+    train = lowtide.fit(_step, mirror, mirrored, example=(images,), time_limit=0.2)
+    assert any(one.tried for one in train.plan.rewrites)
+    for enabled in (True, False, True):
+        torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
+        try:
+            assert torch.equal(_step(model, optimizer, images), train(images))
+            assert_same(everything(model, optimizer), everything(mirror, mirrored))
+        finally:
+            torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
