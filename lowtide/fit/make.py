@@ -139,8 +139,8 @@ class Maker:
 
         found = shared(True)
         if ranks.any(
-            has_tried(found.plan.rewrites) and differing(found.graph) != ()
-        ):  # it was tried on another machine
+            lambda: has_tried(found.plan.rewrites) and differing(found.graph) != ()
+        ):  # other machines tried it
             found = shared(False)
         self.budget = found.plan.budget if self.budget is None else self.budget
         return self._finish(captured, batch, found)
