@@ -23,6 +23,7 @@ from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.joined_norms import joined
+from lowtide.rewrite.joined_updates import joined_updates
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
 from lowtide.rewrite.microbatch import microbatch
@@ -101,6 +102,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("blocked", "bitwise", blocked, tried=True),
     Pass("joined-norms", "bitwise", joined, tried=True),  # of those in blocks
     Pass("attention", "bitwise", attention, tried=True),
+    Pass("joined-updates", "bitwise", joined_updates, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

