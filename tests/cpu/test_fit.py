@@ -503,16 +503,12 @@ def test_a_long_run_does_not_grow() -> None:
 
 
 def test_making_a_step_leaves_old_objects_alone_and_the_collector_as_it_was() -> None:
-    before, full = gc.get_threshold(), []
-    watch = lambda phase, info: full.append(phase) if info["generation"] == 2 else None  # noqa: E731
-    step, model, optimizer, example = models.build(models.SMALL["gpt"])
-    gc.set_threshold(50, 2, 2)
-    gc.callbacks.append(watch)
-    try:
-        train = lowtide.fit(step, model, optimizer, example=example, budget="100%", costs="roofline", time_limit=0)
-        assert gc.get_threshold() == (50, 2, 2)
-    finally:
-        gc.callbacks.remove(watch)
-        gc.set_threshold(*before)
-    assert train.plan.peak > 0
-    assert len(full) <= 4  # begun and ended, before and after
+    before, seen = gc.get_threshold(), []
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    asked = {"budget": "100%", "costs": "roofline", "time_limit": 0.0}
+    lowtide.fit(step, model, optimizer, example=example, tell=lambda _: seen.append(gc.get_threshold()), **asked)
+    assert seen
+    assert set(seen) == {(*before[:2], making.NEVER)}
+    with pytest.raises(BudgetError):
+        lowtide.fit(step, model, optimizer, example=example, costs="roofline", budget=1)
+    assert gc.get_threshold() == before
