@@ -24,7 +24,7 @@ from lowtide.errors import UsageError
 from lowtide.evaluation import Evaluation, budget_of
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
-from lowtide.handover import Autocast, Loop, sources_of, warn_of_copy
+from lowtide.handover import Autocast, Loop, made_among, sources_of, warn_of_copy
 from lowtide.plan import TIME_LIMIT
 from lowtide.wrap import Wrapped
 
@@ -93,7 +93,7 @@ class Attached:
         self.calls: Counter[str] = Counter()  # how many went which way
         self._request = request
         self.evaluation = Evaluation(request, self.model.forward)  # without gradients
-        self._loops: dict[Autocast | None, Loop] = {}
+        self._loops: dict[tuple[Autocast | None, frozenset[int]], Loop] = {}  # by how it is called
         self._latest: Loop | None = None
         self._before = self.model.__dict__.get("forward", MISSING)
         self._forward: Callable[..., Any] = self.model.forward
@@ -126,10 +126,11 @@ class Attached:
             return self._forward(*args, **kwargs)
         autocast = Autocast.now()
         with nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
-            loop = self._loops.get(autocast)
+            made: frozenset[int] = frozenset() if autocast is None else made_among(args, kwargs)
+            loop = self._loops.get((autocast, made))
             if loop is None:
-                loop = Loop(self._request, (args, kwargs), forward=self._forward, autocast=autocast)
-                self._loops[autocast] = loop
+                loop = Loop(self._request, (args, kwargs), forward=self._forward, autocast=autocast, made=made)
+                self._loops[autocast, made] = loop
             self._latest = loop
             return loop(args, kwargs)
 

@@ -542,6 +542,35 @@ def test_one_autocast_around_two_calls_is_refused_where_eager_adds_in_its_precis
         loss.backward()
 
 
+def test_an_argument_that_ops_have_made_is_cast_at_each_use() -> None:
+    """Autocast casts leaves once, and adds up the gradients of what it cast; those of others are added in 32 bits."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, three = (part(x) for part in self.parts)
+            return one.tanh() * two + three
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        before, model = nn.Linear(32, 32), Three()
+        if planned:
+            lowtide.attach(model, **QUICK)
+        for leaf in (False, True, False):
+            x = torch.randn(64, 32)
+            x = x.requires_grad_() if leaf else before(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().sum()
+            loss.backward()
+            found.append([x.grad if leaf else before.weight.grad.clone(), model.parts[0].weight.grad.clone()])
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert all(same(*pair) for pair in zip(one, other, strict=True))
+
+
 def test_each_autocast_has_its_plan() -> None:
     model, mirror = twins()
     attached = lowtide.attach(mirror, **QUICK)
