@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import private, tree
+from lowtide.arriving import Arriving, uses_of
 from lowtide.capture import capture
 from lowtide.captured import Captured, Leaving
 from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
@@ -57,6 +57,16 @@ class Autocast:
         return torch.autocast("cpu", dtype=self.dtype, cache_enabled=self.cached)
 
 
+class Among(Protocol):
+    """The place of a part among others that run in the same step."""
+
+    def manner(self, usual: Manner) -> Manner:
+        """How it is captured and priced."""
+
+    def runs(self) -> None:
+        """It runs now, and no other part does."""
+
+
 class Loop:
     """A step with a handover in the caller's loop, planned for gradients that come back as they came the last time."""
 
@@ -64,18 +74,22 @@ class Loop:
         self,
         request: Request,
         example: tuple[Any, ...],
-        *,
         forward: Callable[..., Any] | None = None,
+        *,
         autocast: Autocast | None = None,
+        made: frozenset[int] = frozenset(),
+        part: Among | None = None,
     ) -> None:
-        self._model, self._budget = request.model, request.budget
+        """`made` are the tensors given, by place, that ops have made; with `part` it is one of several in a step."""
+        self._model, self._budget, self._made, self._part = request.model, request.budget, made, part
         self._forward, self._autocast = forward or request.model, autocast
         self._habits: tuple[Habit, ...] = ()
         self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
         self._begun: weakref.WeakSet[Half] = weakref.WeakSet()
         self._said = 1  # so many at a time need no word
+        manner = Manner(self._capture, Halves, ALONE, lasting=False)
         with _said(request.model):
-            self.fitted = Fitted(request, detached(example), Manner(self._capture, Halves, ALONE, lasting=False))
+            self.fitted = Fitted(request, detached(example), manner if part is None else part.manner(manner))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model makes of these arguments, with a history that leads to the second half of the step."""
@@ -85,13 +99,18 @@ class Loop:
         if private.current_node() is None:  # a backward that failed in a hook: torch still holds its nodes
             for one in [one for one in self._begun if one.stopped]:
                 one.close()
+        if self._part is not None:
+            self._part.runs()
+        elif self._exceeds(1):
+            self.rest()
         with _said(self._model):
             half: Half = self.fitted(*detached((args, kwargs)))
         self._begun.difference_update([one for one in self._begun if one.done])
         self._begun.add(half)
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        roots = handed_over(half, self, sources_of(self._model, args, kwargs), ends.roots)
+        sources = sources_of(self._model, args, kwargs)
+        roots = handed_over(half, self, [*sources, *(sources[place] for place in ends.singly)], ends.roots)
         return ends.build([*roots, *half.outputs[len(roots) :]])
 
     @property
@@ -103,8 +122,21 @@ class Loop:
     @property
     def outstanding(self) -> tuple[int, int]:
         """How many forwards wait for their backward, and the bytes that they hold together."""
-        waiting = [half.halves.runner.program.arena for half in self._begun if not half.done]
+        waiting = [half.held for half in self._begun if not half.done]
         return len(waiting), sum(waiting)
+
+    def rest(self) -> None:
+        """Others run before the backward of these forwards: let them hold no more than they must."""
+        for half in self._begun:
+            half.rest()
+
+    def _exceeds(self, more: int = 0) -> bool:
+        """Whether the forwards that wait, and so many more, hold more than the budget."""
+        if not self._begun:
+            return False
+        budget, graph = self.fitted.plan.budget, self.fitted.captured.graph
+        nbytes = self.fitted.costs.persistent(graph) + self.outstanding[1] + more * self.fitted.program.arena
+        return budget is not None and nbytes > budget
 
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
@@ -112,7 +144,7 @@ class Loop:
             return
         count, nbytes = self.outstanding
         budget, persistent = self.fitted.plan.budget, self.fitted.costs.persistent(self.fitted.captured.graph)
-        if count > self._said and budget is not None and persistent + nbytes > budget:
+        if count > self._said and self._exceeds():
             self._said = 2 * count - 1
             warnings.warn(
                 f"{count} forwards of the model wait for their backward and hold {nbytes:,} bytes together, beside "
@@ -156,6 +188,8 @@ class Loop:
     def meet(self, half: Half, given: Sequence[Tensor | None]) -> Half:
         """The half by a program for gradients like these: where it is another program, the forward runs again."""
         strides = tuple(None if one is None else tuple(one.stride()) for one in given)
+        if self._part is not None:
+            self._part.runs()
         if half.done or _strides_of(half.captured) == strides:
             return half
         half.refuse_autocast()
@@ -176,7 +210,7 @@ class Loop:
         return half.again(_halves(fit))
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
-        step = Whole(self._forward, self._habits, self._autocast)
+        step = Whole(self._forward, self._habits, self._autocast, self._made, singly=self._part is not None)
         captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
@@ -203,6 +237,7 @@ class Ends:
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
     strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
     shared: frozenset[int]  # the sources, by place, whose gradient is a sum of several
+    singly: tuple[int, ...] = ()  # the sources, by place, of gradients that come last, not added up
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -213,15 +248,23 @@ class Whole:
     """The step that is planned: forward, handover, backward."""
 
     def __init__(
-        self, forward: Callable[..., Any], habits: tuple[Habit, ...] = (), autocast: Autocast | None = None
+        self,
+        forward: Callable[..., Any],
+        habits: tuple[Habit, ...] = (),
+        autocast: Autocast | None = None,
+        made: frozenset[int] = frozenset(),
+        *,
+        singly: bool = False,
     ) -> None:
         self.ends: Ends | None = None  # known after it was traced
-        self._forward, self._habits, self._autocast = forward, habits, autocast
+        self._forward, self._habits, self._autocast, self._made = forward, habits, autocast, made
+        self._singly = singly  # others may add to what it adds up, so it leaves that to autograd
         self._mark = torch.zeros(1)  # what the handover writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sources, views = sources_of(model, args, kwargs), as_made(args, kwargs, self._made)
         with contextlib.nullcontext() if self._autocast is None else self._autocast.context():
-            result = self._forward(*args, **kwargs)
+            result = self._forward(*replaced(args, views), **replaced(kwargs, views))
         leaves, structure = tree.flatten(result)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         roots = [leaf for leaf in tensors.values() if leaf.requires_grad]
@@ -232,15 +275,18 @@ class Whole:
             )
         others = [leaf for leaf in tensors.values() if not leaf.requires_grad]
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
-        sources = sources_of(model, args, kwargs)
         handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
         habits = list(self._habits) if len(self._habits) == len(roots) else _first_habits(result, roots)
         strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
         used = [place for place, one in enumerate(strides) if one is not None]
-        shared = _shared([roots[place] for place in used], sources)
+        stand_ins = {place: views[id(one)] for place, one in enumerate(sources) if id(one) in views}
+        uses = uses_of([roots[place] for place in used], sources, stand_ins)
+        shared = frozenset(place for place, found in uses.items() if len(found) > 1)
+        arriving = Arriving({place: uses[place] for place in shared if None not in uses[place]} if self._singly else {})
+        shared -= arriving.places
         if self._autocast is not None:  # eager adds gradients of a weight that was cast once in the cast's precision
-            shared |= {place for place, source in enumerate(sources) if source.dtype == torch.float32}
-        self.ends = Ends(len(roots), structure, handed, strides, shared)
+            once = (place for place in range(len(sources)) if place not in stand_ins)
+            shared |= {place for place in once if sources[place].dtype == torch.float32}
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
             theirs = {
@@ -249,8 +295,11 @@ class Whole:
             }
             held = [one for one in (*roots, *others) if private.storage_key(one) not in theirs]
             given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], held, used, steps)
-        gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
-        return roots, others, gradients, given
+        with arriving:
+            gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
+        whole = [None if place in arriving.places else one for place, one in enumerate(gradients)]
+        self.ends = Ends(len(roots), structure, handed, strides, shared, arriving.order)
+        return roots, others, [*whole, *arriving.gradients], given
 
 
 def _leaving(captured: Captured, model: nn.Module) -> tuple[Leaving, ...]:
@@ -258,10 +307,10 @@ def _leaving(captured: Captured, model: nn.Module) -> tuple[Leaving, ...]:
     results, _ = captured.results.build(captured.result_leaves)
     names = {id(slot.holder[slot.key]): name for name, slot in captured.slots.items()}
     trained = [names.get(id(one), "") for one in model.parameters() if one.requires_grad]
-    gradients = enumerate(results[2])
+    singly = len(captured.step.ends.singly)  # type: ignore[attr-defined]
     return tuple(
-        Leaving(leaf, place, trained[place] if place < len(trained) else "")
-        for place, leaf in gradients
+        Leaving(leaf, place, trained[place] if place < len(trained) else "", last=place >= len(results[2]) - singly)
+        for place, leaf in enumerate(results[2])
         if isinstance(leaf, int)
     )
 
@@ -271,23 +320,6 @@ def _first_habits(result: Any, roots: Sequence[Tensor]) -> list[Habit]:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     named = isinstance(loss, Tensor) and loss.dim() == 0 and any(root is loss for root in roots)
     return ["alike" if not named or root is loss else None for root in roots]
-
-
-def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
-    """The places of those sources that autograd adds up several gradients of."""
-    places = {id(source): place for place, source in enumerate(sources)}
-    uses = Counter(places[id(root)] for root in roots if id(root) in places)
-    seen, waiting = set(), [root.grad_fn for root in roots]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            waiting.append(following)
-            place = places.get(id(getattr(following, "variable", None)))
-            uses.update(() if place is None else (place,))
-    return frozenset(place for place, count in uses.items() if count > 1)
 
 
 def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
@@ -330,6 +362,23 @@ def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among arguments."""
     leaves, _ = tree.flatten((args, kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def made_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """The tensors among arguments, by place, that ops have made and that get a gradient."""
+    given = enumerate(given_to(args, kwargs))
+    return frozenset(place for place, one in given if one.requires_grad and one.grad_fn is not None)
+
+
+def as_made(args: tuple[Any, ...], kwargs: dict[str, Any], made: frozenset[int]) -> dict[int, Tensor]:
+    """For the tensors at these places a view of each, by its id: what ops have made, autocast casts at each use."""
+    return {id(one): one.view_as(one) for place, one in enumerate(given_to(args, kwargs)) if place in made}
+
+
+def replaced(arguments: Any, views: Mapping[int, Tensor]) -> Any:
+    """The arguments with these views in place of their tensors."""
+    leaves, structure = tree.flatten(arguments)
+    return structure.build([views.get(id(leaf), leaf) for leaf in leaves])
 
 
 def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -459,8 +459,23 @@ Arena* lowtide_arena_map(int64_t nbytes) {
 // The arena is unmapped now, or when the last tensor in it is gone.
 void lowtide_arena_unmap(Arena* arena) {
   Guard guard(ledger().lock);
-  ledger().count(-arena->nbytes);
+  ledger().count(arena->wake() - arena->nbytes);
   arena->leave();
+}
+
+// Gives the system the pages of a waiting step's arena that no tensor is in, and returns their bytes.
+int64_t lowtide_arena_rest(Arena* arena) {
+  Guard guard(ledger().lock);
+  ledger().count(arena->wake());
+  const int64_t away = arena->rest();
+  ledger().count(-away);
+  return away;
+}
+
+// Its step goes on, or another one takes it.
+void lowtide_arena_wake(Arena* arena) {
+  Guard guard(ledger().lock);
+  ledger().count(arena->wake());
 }
 
 // Where the allocations of each instruction go: those of instruction k are the entries from start[k] to start[k + 1].

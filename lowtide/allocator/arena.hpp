@@ -11,6 +11,7 @@
 #include <iterator>
 #include <map>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -18,6 +19,7 @@ namespace {
 constexpr int64_t kMapped = 1 << 16;   // bytes from which a block of a step that learns is mapped by itself
 constexpr int64_t kHuge = 2 << 20;     // bytes of a huge page
 constexpr int64_t kPage = 1 << 12;
+constexpr int64_t kGap = 1 << 14;  // bytes between two blocks that are worth a call of the system
 constexpr int64_t kMost = int64_t{1} << 56;  // bytes, of an arena: no system has more
 constexpr int64_t kOnAShelf = 64;  // arenas
 
@@ -118,6 +120,29 @@ class Arena {
     unmap_if_done();
   }
 
+  // Gives the system the pages that no block is in; whoever uses the arena waits. Returns how many bytes are away.
+  int64_t rest() {
+    int64_t from = 0;
+    const auto give = [&](int64_t until) {
+      const int64_t first = (from + kPage - 1) / kPage * kPage;
+      const int64_t size = until / kPage * kPage - first;
+      if (size >= kGap && madvise(base + first, size, MADV_DONTNEED) == 0) {
+        away_ += size;
+      }
+    };
+    for (const auto& [offset, end] : blocks_) {
+      give(offset);
+      from = end;
+    }
+    give(nbytes);
+    return away_;
+  }
+
+  // Counts all of it again, and returns what was away: the system gives it back, page by page, when it is written to.
+  int64_t wake() {
+    return std::exchange(away_, 0);
+  }
+
   int64_t blocks() const {
     return static_cast<int64_t>(blocks_.size());
   }
@@ -176,6 +201,7 @@ class Arena {
 
   std::map<int64_t, int64_t> blocks_;  // that are there: offset -> end
   int64_t used_ = 0;                   // bytes of these
+  int64_t away_ = 0;                   // bytes that the system has, until somebody writes there
   std::atomic<Arena*>* slot_ = nullptr;
   bool owned_ = true;
 };

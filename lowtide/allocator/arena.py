@@ -90,6 +90,18 @@ class Arena:
                 hint="give a smaller budget, or end what else uses the memory.",
             )
         self.close = Ending(self, partial(library.lowtide_arena_unmap, self.handle))
+        self.away = 0  # bytes that the system has while the step of this arena waits
+
+    def rest(self) -> None:
+        """Give the system the pages that no tensor is in, until `wake`: whoever uses it waits."""
+        if self.close.alive:
+            self.away = int(build.load().lowtide_arena_rest(self.handle))
+
+    def wake(self) -> None:
+        """Be used again; the system gives the pages back as they are written to."""
+        if self.away and self.close.alive:
+            build.load().lowtide_arena_wake(self.handle)
+        self.away = 0
 
     @property
     def blocks(self) -> int:
@@ -142,6 +154,7 @@ class Pool:
             arena = None
         if arena is None:
             arena = Arena(nbytes)
+        arena.wake()
         try:
             yield arena
         finally:
@@ -156,10 +169,17 @@ class Pool:
         for arena in idle:
             arena.close()
 
+    def rest(self) -> None:
+        """Keep the idle arenas, and give the system their pages: others run meanwhile."""
+        with self._lock:
+            for arena in self._idle:
+                if not arena.away:
+                    arena.rest()
+
     def held(self) -> int:
         """The bytes of all arenas that are idle."""
         with self._lock:
-            return sum(arena.nbytes for arena in self._idle)
+            return sum(arena.nbytes - arena.away for arena in self._idle)
 
     def before_fork(self) -> None:
         """Leave a child no idle arena: it would keep the pages that this process writes to from then on."""
@@ -231,8 +251,19 @@ class Stepping:
         """What the thread allocates from here on, until the step goes on, is not the step's."""
         build.load().lowtide_step_pause(self._number)
 
+    def rest(self) -> int:
+        """Hold only what is there until the step goes on; returns how many bytes fewer these are."""
+        arena = self._used[2]
+        if arena is None:
+            return 0
+        arena.rest()
+        return arena.away
+
     def resume(self, nbytes: int = 0) -> None:
         """Go on with the step, maybe in another thread; it has so many more bytes now, which others made."""
+        arena = self._used[2]
+        if arena is not None:
+            arena.wake()
         build.load().lowtide_step_resume(self._number, nbytes)
 
     def end(self) -> None:

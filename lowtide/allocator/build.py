@@ -27,6 +27,8 @@ FUNCTIONS: native.Signatures = {
     "lowtide_record_take": ([NUMBERS], None),
     "lowtide_arena_map": ([NUMBER], HANDLE),
     "lowtide_arena_unmap": ([HANDLE], None),
+    "lowtide_arena_rest": ([HANDLE], NUMBER),
+    "lowtide_arena_wake": ([HANDLE], None),
     "lowtide_arena_blocks": ([HANDLE], NUMBER),
     "lowtide_tape_make": ([NUMBER, NUMBERS, NUMBER, NUMBERS, NUMBERS], HANDLE),
     "lowtide_tape_drop": ([HANDLE], None),

@@ -23,7 +23,7 @@ from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.ranks import Arrival, Reductions
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
-from lowtide.capture.scalars import extremes
+from lowtide.capture.scalars import ASIDE, extremes
 from lowtide.capture.shards import Gathers
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import ATOMS, World
@@ -384,7 +384,7 @@ def _without_collector() -> Iterator[None]:
 def _depends_on_data(error: BaseException, what: str) -> CaptureError:
     return CaptureError(
         f"{line_of_error(error) or 'the step'}: {what}, so its ops are not the same at every step.",
-        hint="compute it with tensor ops of fixed size (torch.where, masks), or move it out of the step.",
+        hint=f"compute it with tensor ops of fixed size (torch.where, masks), or move it out of the step.\n{ASIDE}",
     )
 
 

@@ -48,6 +48,10 @@ class Call:
         state, self._state = self._state, None
         return state
 
+    def rest(self) -> int:
+        """While the caller's code runs, hold no more than there must be; returns how many bytes fewer these are."""
+        return 0 if self._stepping is None else self._stepping.rest()
+
     def take_back(self, nbytes: int) -> None:
         """Go on, with so many more bytes that the caller's code made."""
         if self._stepping is not None:

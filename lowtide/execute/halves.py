@@ -126,6 +126,7 @@ class Half:
         needed += [(OUTPUT, self.outputs[place]) for place in halves.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
         self._stops = 0  # how often outputs have left
+        self._away = 0  # bytes of its arena that are given back while it waits
         given = [pair for place, pair in enumerate(self.inputs.items()) if place not in halves.written]
         tensors = [(repr(key[0]), found) for key, found in given if isinstance(found, torch.Tensor)]
         self._given = [(name, tensor, private.version_of(tensor)) for name, tensor in tensors]
@@ -139,6 +140,16 @@ class Half:
     def stopped(self) -> bool:
         """Whether outputs have left, and the rest is still to come."""
         return not self.done and self._stops > 0
+
+    @property
+    def held(self) -> int:
+        """The bytes of its arena, while it waits."""
+        return 0 if self.done else self.halves.runner.program.arena - self._away
+
+    def rest(self) -> None:
+        """Others run before it goes on: give the system what it does not need to wait."""
+        if self._held is not None and not self.done and not self.stopped and not self._away:
+            self._away = self._held.call.rest()
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -197,6 +208,7 @@ class Half:
             )
         self.refuse_autocast()
         self._unchanged(self._needed)
+        self._away = 0
         try:
             call.take_back(0 if given is None else self.halves.given_bytes)
             try:
