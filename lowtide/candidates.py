@@ -23,15 +23,15 @@ from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, Rewritten, Trail, apply
-from lowtide.rewrites import TRIED, Rewrite, exactness
+from lowtide.rewrite import EXACT, TRIED, Rewritten, Trail, apply
+from lowtide.rewrites import Rewrite, exactness
 from lowtide.simulate import simulate
 
 if TYPE_CHECKING:
     from lowtide.choice import Leave
 
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
-ELSEWHERE = {"offload", "homes", *TRIED}  # rewrites that a plan brings with it: they need no leave, every bit stays
+BROUGHT = {"offload", "homes"} | {one.name for one in TRIED}  # by a plan: they need no leave, for every bit stays
 IN_PARTS = "microbatch"  # the rewrite whose setting is into how many parts all of the step goes
 MANY_OPS = 8_000  # ops of graphs planned with lossy rewrites, after which one that fits is good enough
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
@@ -158,11 +158,14 @@ class Chooser:
             self.say(f"trying {', '.join(map(str, rewrites))}")
         rewritten = self.leave.apply(self.graph, rewrites, self.trail)
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
-        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
+        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | BROUGHT:
             return None  # a technique found nothing to do here: the same was planned without it
         if not exact and self.above(candidate, roofline(candidate)):
             return None  # whatever is measured inside of ops
         costs = self.price(candidate)
+        if costs.differing:  # calls of other sizes than those that were tried
+            rewritten = self.leave.untried().apply(self.graph, rewrites)
+            candidate, costs = rewritten.graph, self.price(rewritten.graph)
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
         if quicker is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= quicker:

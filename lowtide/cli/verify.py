@@ -14,11 +14,10 @@ from lowtide.cli.plan import (
     OffloadDir,
     OffloadTo,
     TimeLimit,
-    promised,
     read_offload,
     refuse_early,
 )
-from lowtide.cli.profile import Json, Target, common
+from lowtide.cli.profile import Json, Target, common, promised
 from lowtide.cli.talk import answering, counting, show, show_json, talk, telling, working
 from lowtide.cli.target import Built, build
 from lowtide.data import source

@@ -14,6 +14,7 @@ from lowtide.changes import Changes
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.execute import Batch, Key, StaleError
+from lowtide.execute.timings import Timings
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
@@ -142,6 +143,11 @@ class Fitted:
     def source(self) -> str:
         """The Python source of the program, as it last ran."""
         return self._latest.runner.source
+
+    @property
+    def timings(self) -> Timings:
+        """What its steps took, and the ops in the first of them, as it last ran."""
+        return self._latest.runner.timings
 
     @property
     def peak(self) -> int | None:

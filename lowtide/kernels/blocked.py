@@ -8,8 +8,9 @@ these are, and runs where a layout or a compiler is missing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+import math
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowtide import native
 from lowtide.kernels import blocked_plain as by_torch
 from lowtide.kernels import opaque
 from lowtide.kernels.opaque import BLOCK, Sizes, closed, fresh, opened, refuse_unblocked, works
+from lowtide.kernels.tried import Family, Own, same_bits
 
 SOURCE = Path(__file__).with_name("blocked.cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-ldl")
@@ -30,23 +32,6 @@ ROUNDINGS = (
 _SIZES = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding"
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _MEAN_WINDOW = "int[] kernel, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor"
-SCHEMAS = (
-    "to_blocked(Tensor x) -> Tensor",
-    "from_blocked(Tensor x, int images) -> Tensor",
-    f"blocked_convolution(Tensor x, Tensor weight, Tensor? bias, {_SIZES}, int images, bool[] blocked) -> Tensor",
-    f"blocked_convolution_backward(Tensor gradient, Tensor x, Tensor weight, int[]? bias_sizes, {_SIZES}, bool[] mask, "
-    "int images, bool[] blocked) -> (Tensor, Tensor, Tensor)",
-    "blocked_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "float momentum, float eps, Tensor? added, bool rectified, int images) -> (Tensor, Tensor, Tensor)",
-    "blocked_norm_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor scale, "
-    "Tensor? result, bool again, float eps, int images) -> (Tensor, Tensor, Tensor)",
-    f"blocked_pool(Tensor x, {_WINDOW}, int images) -> (Tensor, Tensor)",
-    f"blocked_pool_backward(Tensor gradient, Tensor indices, int[] size, {_WINDOW}, int images) -> Tensor",
-    f"blocked_mean_pool(Tensor x, {_MEAN_WINDOW}, int images) -> Tensor",
-    f"blocked_mean_pool_backward(Tensor gradient, int[] size, {_MEAN_WINDOW}, int images) -> Tensor",
-    "blocked_cat(Tensor[] parts, int images) -> Tensor",
-    "blocked_cut(Tensor x, int start, int stop, int images) -> Tensor",
-)
 CONVOLUTION, CONVOLUTION_BACKWARD = (f"lowtide.blocked_convolution{end}.default" for end in ("", "_backward"))
 NORM, NORM_BACKWARD = (f"lowtide.blocked_norm{end}.default" for end in ("", "_backward"))
 POOL, POOL_BACKWARD = (f"lowtide.blocked_pool{end}.default" for end in ("", "_backward"))
@@ -114,7 +99,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> T
     """A convolution; `blocked` says of what it reads and of what it makes whether it is in blocks."""
     *sizes, images, is_blocked = rest
     if not works():
-        return by_torch.convolution(x, weight, bias, *sizes, images=images, is_blocked=is_blocked)
+        return by_torch.convolution(x, weight, bias, *rest)
     read = opened(x, images) if is_blocked[0] else x.to_mkldnn()
     made = aten.convolution.default(read, weight, bias, *sizes, 1)
     return closed(made) if is_blocked[1] else made.to_dense()
@@ -126,8 +111,7 @@ def convolution_backward(
     """The gradients of what a convolution reads, of its weight and of its bias, as the mask asks for them."""
     *sizes, mask, images, is_blocked = rest
     if not works():
-        given = (gradient, x, weight, bias_sizes, *sizes)
-        return by_torch.convolution_backward(*given, mask=mask, images=images, is_blocked=is_blocked)
+        return by_torch.convolution_backward(gradient, x, weight, bias_sizes, *rest)
     seen = opened(gradient, images) if is_blocked[1] else gradient.contiguous().to_mkldnn()
     read = opened(x, images) if is_blocked[0] else x.to_mkldnn()
     made = aten.convolution_backward.default(seen, read, weight, bias_sizes, *sizes, 1, mask)
@@ -207,7 +191,7 @@ def _norm_backward(
     return made
 
 
-def get_ready() -> None:
+def _get_ready() -> None:
     """Find out what the ops ask for when they run, before a step does: it allocates."""
     if works():
         _rounding()
@@ -300,81 +284,6 @@ def _rows(tensor: Tensor, images: int) -> Tensor:
     return tensor.as_strided((images, tensor.numel() // images), (tensor.numel() // images, 1))
 
 
-# ------------------------------------------------------------------------------------------------------------ the trial
-
-OPS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # ours, and torch's with the same arguments
-    "to_blocked": (to_blocked, by_torch.to_blocked),
-    "from_blocked": (from_blocked, by_torch.from_blocked),
-    "blocked_convolution": (
-        convolution,
-        lambda *a: by_torch.convolution(*a[:-2], images=a[-2], is_blocked=a[-1]),
-    ),
-    "blocked_convolution_backward": (
-        convolution_backward,
-        lambda *a: by_torch.convolution_backward(*a[:-3], mask=a[-3], images=a[-2], is_blocked=a[-1]),
-    ),
-    "blocked_norm": (norm, by_torch.norm),
-    "blocked_norm_backward": (norm_backward, by_torch.norm_backward),
-    "blocked_pool": (pool, lambda *a: by_torch.pool(*a[:-1], images=a[-1])),
-    "blocked_pool_backward": (pool_backward, lambda *a: by_torch.pool_backward(*a[:-1], images=a[-1])),
-    "blocked_mean_pool": (mean_pool, lambda *a: by_torch.mean_pool(*a[:-1], images=a[-1])),
-    "blocked_mean_pool_backward": (mean_pool_backward, lambda *a: by_torch.mean_pool_backward(*a[:-1], images=a[-1])),
-    "blocked_cat": (cat, by_torch.cat),
-    "blocked_cut": (cut, by_torch.cut),
-}
-TARGETS = frozenset(f"lowtide.{name}.default" for name in OPS)
-
-
-def same_bits(mine: Iterable[Any], theirs: Iterable[Any]) -> bool:
-    """Whether two rows of results are equal in sizes, strides and every bit."""
-    return all(
-        (one is None and other is None)
-        or (
-            one.shape == other.shape
-            and one.stride() == other.stride()
-            and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        )
-        for one, other in zip(mine, theirs, strict=True)
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------- definitions
-
-
-def define(registry: torch.library.Library) -> None:
-    """Add the ops to lowtide's."""
-    for written in SCHEMAS:
-        registry.define(written)
-    for name, (kernel, reference) in OPS.items():
-        registry.impl(name, kernel, "CPU")
-        torch.library.register_fake(f"lowtide::{name}", reference, lib=registry)
-
-
-def is_product(target: str) -> bool:
-    """Whether the call is a convolution."""
-    return target in (CONVOLUTION, CONVOLUTION_BACKWARD)
-
-
-def operations(target: str, args: Sequence[Any]) -> float:
-    """The operations of a convolution: two for each weight at each place, and as many again for each gradient."""
-    back = target == CONVOLUTION_BACKWARD
-    weight, transposed = args[2 if back else 1], args[7 if back else 6]
-    places = args[1 if back else 0].numel() / weight.shape[0] if transposed else None
-    if places is None:
-        x, (stride, padding, dilation) = args[1 if back else 0], args[4:7] if back else args[3:6]
-        images = args[10 if back else 8]
-        sides = (
-            (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-            for size, pad, gap, kernel, step in zip(
-                x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
-            )
-        )
-        places = float(images)
-        for side in sides:
-            places *= side
-    return float(2.0 * weight.numel() * places * (sum(args[9][:2]) if back else 1))
-
-
 def _checked(images: int, whole: Sequence[Tensor | None], channels: Sequence[Tensor | None]) -> Sizes:
     """The sizes that all of these agree on; anything that our kernels can't read is refused."""
     sizes = {refuse_unblocked(tensor, images) for tensor in whole if tensor is not None}
@@ -399,3 +308,86 @@ def _address(tensor: Tensor | None) -> int | None:
 def _demand(right: bool, otherwise: str) -> None:
     if not right:
         raise ValueError(f"a blocked op can't run: {otherwise}")
+
+
+# ------------------------------------------------------------------------------------------------- registration, trial
+
+
+def _fit_statistics(given: list[Any]) -> None:
+    """The statistics of a gradient are those of what was normalised."""
+    x, weight, bias, eps, images = given[1], given[2], given[3], given[8], given[9]
+    _, given[4], given[5] = by_torch.norm(x, weight, bias, None, None, 0.0, eps, None, False, images)
+
+
+def _fit_places(given: list[Any]) -> None:
+    """Where the largest of windows is lies in the plane."""
+    given[1] = torch.randint_like(given[1], given[2][0] * given[2][1])
+
+
+def _operations(args: Sequence[Any], *, back: bool = False) -> float:
+    """The operations of a convolution: two for each weight at each place, and as many again for each gradient."""
+    weight, transposed = args[2 if back else 1], args[7 if back else 6]
+    x, (stride, padding, dilation) = args[1 if back else 0], args[4:7] if back else args[3:6]
+    if transposed:
+        places = x.numel() / weight.shape[0]
+    else:
+        sides = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
+        counts = ((size + 2 * pad - gap * (side - 1) - 1) // step + 1 for size, pad, gap, side, step in sides)
+        places = float(args[10 if back else 8]) * math.prod(counts)
+    return float(2.0 * weight.numel() * places * (sum(args[9][:2]) if back else 1))
+
+
+OWN = (
+    Own("to_blocked(Tensor x) -> Tensor", to_blocked, by_torch.to_blocked),
+    Own("from_blocked(Tensor x, int images) -> Tensor", from_blocked, by_torch.from_blocked),
+    Own(
+        f"blocked_convolution(Tensor x, Tensor weight, Tensor? bias, {_SIZES}, int images, bool[] blocked) -> Tensor",
+        convolution,
+        by_torch.convolution,
+        operations=_operations,
+    ),
+    Own(
+        f"blocked_convolution_backward(Tensor gradient, Tensor x, Tensor weight, int[]? bias_sizes, {_SIZES}, "
+        "bool[] mask, int images, bool[] blocked) -> (Tensor, Tensor, Tensor)",
+        convolution_backward,
+        by_torch.convolution_backward,
+        operations=partial(_operations, back=True),
+    ),
+    Own(
+        "blocked_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+        "float momentum, float eps, Tensor? added, bool rectified, int images) -> (Tensor, Tensor, Tensor)",
+        norm,
+        by_torch.norm,
+        ready=_get_ready,
+    ),
+    Own(
+        "blocked_norm_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor scale, "
+        "Tensor? result, bool again, float eps, int images) -> (Tensor, Tensor, Tensor)",
+        norm_backward,
+        by_torch.norm_backward,
+        belong=_fit_statistics,
+        ready=_get_ready,
+    ),
+    Own(f"blocked_pool(Tensor x, {_WINDOW}, int images) -> (Tensor, Tensor)", pool, by_torch.pool),
+    Own(
+        f"blocked_pool_backward(Tensor gradient, Tensor indices, int[] size, {_WINDOW}, int images) -> Tensor",
+        pool_backward,
+        by_torch.pool_backward,
+        belong=_fit_places,
+    ),
+    Own(f"blocked_mean_pool(Tensor x, {_MEAN_WINDOW}, int images) -> Tensor", mean_pool, by_torch.mean_pool),
+    Own(
+        f"blocked_mean_pool_backward(Tensor gradient, int[] size, {_MEAN_WINDOW}, int images) -> Tensor",
+        mean_pool_backward,
+        by_torch.mean_pool_backward,
+    ),
+    Own("blocked_cat(Tensor[] parts, int images) -> Tensor", cat, by_torch.cat),
+    Own("blocked_cut(Tensor x, int start, int stop, int images) -> Tensor", cut, by_torch.cut),
+)
+FAMILY = Family(
+    OWN,
+    tuple(
+        Path(__file__).with_name(name)
+        for name in ("blocked.cpp", "statistics.hpp", "threads.hpp", "blocked.py", "blocked_plain.py", "opaque.py")
+    ),
+)

@@ -5,7 +5,6 @@ It is what they are tried against, and what runs where they can't.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,25 +28,18 @@ def from_blocked(x: Tensor, images: int) -> Tensor:
     return x.contiguous().view(images, -1, *x.shape[2:])
 
 
-def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *sizes: Any, images: int, is_blocked: Sequence[bool]
-) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """A convolution."""
+    *sizes, images, is_blocked = rest
     made: Tensor = aten.convolution.default(plain(x, images) if is_blocked[0] else x, weight, bias, *sizes, 1)
     return blocked(made) if is_blocked[1] else made
 
 
 def convolution_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    *sizes: Any,
-    mask: list[bool],
-    images: int,
-    is_blocked: Sequence[bool],
+    gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *rest: Any
 ) -> Gradients:
     """The gradients of a convolution."""
+    *sizes, mask, images, is_blocked = rest
     seen = plain(gradient, images) if is_blocked[1] else gradient
     read = plain(x, images) if is_blocked[0] else x
     first, *others = aten.convolution_backward.default(seen, read, weight, bias_sizes, *sizes, 1, mask)
@@ -98,26 +90,30 @@ def norm_backward(
     return blocked(first), one, two
 
 
-def pool(x: Tensor, *sizes: Any, images: int) -> tuple[Tensor, Tensor]:
+def pool(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The largest of each window, and where it is."""
+    *sizes, images = rest
     made, where = aten.max_pool2d_with_indices.default(plain(x, images), *sizes)
     return blocked(made), blocked(where)
 
 
-def pool_backward(gradient: Tensor, where: Tensor, size: list[int], *sizes: Any, images: int) -> Tensor:
+def pool_backward(gradient: Tensor, where: Tensor, size: list[int], *rest: Any) -> Tensor:
     """The gradient of what windows were taken of."""
+    *sizes, images = rest
     seen, places = plain(gradient, images), plain(where, images)
     unread = seen.new_empty((images, seen.shape[1], *size))
     return blocked(aten.max_pool2d_with_indices_backward.default(seen, unread, *sizes, places))
 
 
-def mean_pool(x: Tensor, *sizes: Any, images: int) -> Tensor:
+def mean_pool(x: Tensor, *rest: Any) -> Tensor:
     """The mean of each window."""
+    *sizes, images = rest
     return blocked(aten.avg_pool2d.default(plain(x, images), *sizes))
 
 
-def mean_pool_backward(gradient: Tensor, size: list[int], *sizes: Any, images: int) -> Tensor:
+def mean_pool_backward(gradient: Tensor, size: list[int], *rest: Any) -> Tensor:
     """The gradient of what means were taken of."""
+    *sizes, images = rest
     seen = plain(gradient, images)
     unread = seen.new_empty((images, seen.shape[1], *size))
     return blocked(aten.avg_pool2d_backward.default(seen, unread, *sizes))

@@ -23,14 +23,27 @@ from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph, Op
-from lowtide.kernels import blocked, blocked_plain, collectives, forms, opaque, own, sparse
+from lowtide.kernels import collectives, forms, own, sparse
+from lowtide.limits import Limits
 from lowtide.measure.book import Book
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
+from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
 
-__all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = [
+    "correct",
+    "correct_lanes",
+    "corrected",
+    "differing",
+    "limits",
+    "measure",
+    "measure_lanes",
+    "roofline",
+    "with_lanes",
+    "work",
+]
 
 PATIENCE = 300  # seconds after which a call is given up
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
@@ -71,6 +84,26 @@ def measure(
     return dataclasses.replace(costs, notes=(note, *costs.notes))
 
 
+def differing(graph: Graph) -> tuple[int, ...]:
+    """The ops of ours that stand for torch's and have other bits than torch's here; nothing else is measured."""
+    keys, specimens = _specimens(graph)
+    ours = [index for index, op in enumerate(graph.ops) if op.target in kernels.TRIED]
+    book = _book(graph)
+    wanted = dict.fromkeys(key for index in ours if (key := keys[index]) is not None)
+    answers = {key: book.answers[key] for key in wanted if key in book.answers}
+    missing = [key for key in wanted if key not in answers]
+    answers |= dict(zip(missing, _ask([specimens[key] for key in missing]), strict=True))
+    book.add({key: answers[key] for key in missing if "error" not in answers[key]})
+    return tuple(index for index in ours if not answers[str(keys[index])].get("exact", False))
+
+
+def limits(graph: Graph, *, progress: Callable[[int, int], None] | None = None) -> Limits:
+    """Measure what this machine can do at most of what a step is made of."""
+    needed = {item.dtype for item in work(graph) if item.operations}
+    probed = probes(graph.device, sorted(needed))
+    return limits_of(probed, measure(probed, progress=progress, corrected=False))
+
+
 def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
     """Keep what ops took in real steps, for all that is measured from now on; `costs` are the prices that they had."""
     total = sum(seconds.values())
@@ -106,7 +139,8 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
             keys.append(None)
             continue
         cut = {**specimen(graph, index), **around[index]}
-        key = files.digest(cut)
+        made_of = kernels.made_of(op.target)
+        key = files.digest(cut if made_of is None else [cut, made_of])
         specimens[key] = cut
         keys.append(key)
     return keys, specimens
@@ -126,7 +160,7 @@ def _costs(
     in_arena, in_heap = [0] * len(graph.ops), [0] * len(graph.ops)
     in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
     failures: dict[str, str] = {}
-    differing: list[int] = []
+    others: list[int] = []
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
         if key is None:
             if op.target not in collectives.COLLECTIVES:
@@ -134,8 +168,8 @@ def _costs(
             in_arena[index] = in_heap[index] = _held_inside(graph, op, where.alignment)
             continue
         answer = answers[key]
-        if op.target in blocked.TARGETS and not answer.get("exact", False):
-            differing.append(index)
+        if op.target in kernels.TRIED and not answer.get("exact", False):
+            others.append(index)
         if "error" in answer:
             failures[op.target] = answer["error"]
             continue
@@ -167,7 +201,7 @@ def _costs(
         alignment=where.alignment,
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
-        differing=tuple(differing),
+        differing=tuple(others),
     )
 
 
@@ -249,8 +283,8 @@ def _end(process: subprocess.Popen[str]) -> int:
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures, and our own kernels."""
     here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py", "trial.py")]
-    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE, blocked.SOURCE)
-    modules = (scratch, own, forms, sparse, blocked, blocked_plain, opaque)
+    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE)
+    modules = (scratch, own, forms, sparse)
     return [
         path.read_text(encoding="utf-8")
         for path in (*here, *(Path(str(module.__file__)) for module in modules), *sources)

@@ -38,6 +38,7 @@ from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 __all__ = [
     "EXACT",
     "PASSES",
+    "TRIED",
     "Pass",
     "Rewritten",
     "Trail",
@@ -65,6 +66,9 @@ class Pass:
     alike: bool = False  # the step at other sizes goes through it, too
     alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
+    tried: bool = (
+        False  # bitwise where a trial here says so: taken without leave if it has torch's bits, and is quicker
+    )
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
         """What may be tried on a captured graph; nothing where the step can't be captured at other sizes."""
@@ -74,7 +78,7 @@ class Pass:
 
     def by(self, setting: Setting = None) -> Rewrite:
         """What the pass is called in plans and reports."""
-        return Rewrite(self.name, setting, self.exactness)
+        return Rewrite(self.name, setting, self.exactness, tried=self.tried)
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
@@ -92,13 +96,14 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
-    Pass("blocked", "bitwise", blocked),
+    Pass("blocked", "bitwise", blocked, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
     Pass("homes", "bitwise", moved_out),
 )
 EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "updates", "sizes", "narrow"))  # what is always done
+TRIED = tuple(one for one in PASSES if one.tried)  # their setting names ops that stay torch's, with a plus between them
 
 
 @dataclass(frozen=True)

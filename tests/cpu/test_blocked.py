@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ from lowtide.choice import given
 from lowtide.costs import Costs
 from lowtide.errors import FileError
 from lowtide.graph import Graph
+from lowtide.kernels import TRIED, kernel, opaque
 from lowtide.kernels import blocked as ops
-from lowtide.kernels import kernel, opaque
+from lowtide.kernels.tried import Own
 from lowtide.measure import roofline
 from lowtide.measure.trial import has_torch_bits
 from lowtide.plan import as_eager
 from lowtide.rewrite import EXACT, apply, named
 from lowtide.rewrite.blocked import blocked
-from lowtide.rewrites import NOTHING, read_allow
 
 needs_layout = pytest.mark.skipif(not opaque.works(), reason="the library of convolutions has another layout here")
 TARGETS = (
@@ -45,7 +45,7 @@ def exactly_blocked(graph: Graph) -> Graph:
     without: set[str] = set()
     for _ in range(4):
         changed = blocked(graph, "+".join(sorted(without)) or None)
-        differing = {op.name for op in changed.ops if op.target in ops.TARGETS and not _tried(changed, op)}
+        differing = {op.name for op in changed.ops if op.target in TRIED and not _tried(changed, op)}
         if not differing - without:
             break
         without |= differing
@@ -141,14 +141,14 @@ def test_a_trial_sees_another_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     x = opaque.blocked(torch.zeros(2, 32, 5, 7))
     given = [x, torch.zeros(32), torch.zeros(32), None, None, 0.1, 1e-5, None, True, 2]
     assert has_torch_bits(ops.NORM, given) is True
-    mine, theirs = ops.OPS["blocked_norm"]
+    own = TRIED[ops.NORM]
 
     def off(*args: Any) -> Any:
-        made, *rest = mine(*args)
+        made, *rest = own.kernel(*args)
         made.as_strided((made.numel(),), (1,))[5] += 1e-6
         return (made, *rest)
 
-    monkeypatch.setattr(ops, "OPS", {**ops.OPS, "blocked_norm": (off, theirs)})
+    monkeypatch.setitem(cast(dict[str, Own], TRIED), ops.NORM, replace(own, kernel=off))
     assert has_torch_bits(ops.NORM, given) is False
     assert has_torch_bits("aten.mm.default", []) is None
 
@@ -189,7 +189,7 @@ def test_a_result_may_outlive_the_step_that_made_it() -> None:
     code = """
 import torch
 from lowtide import allocator
-from lowtide.kernels import kernel, opaque, blocked as ops
+from lowtide.kernels import TRIED, kernel, opaque, blocked as ops
 call, x, weight = kernel(ops.CONVOLUTION), torch.ones(2, 32, 64, 64), torch.ones(32, 32, 1, 1)
 with allocator.meter() as meter:
     made = call(opaque.blocked(x), weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 2, [True, True])
@@ -200,14 +200,6 @@ assert not allocator.installed()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-600:]
-
-
-def test_blocked_is_allowed_by_name_and_keeps_every_bit() -> None:
-    allowed = read_allow("blocked")
-    assert "blocked" in allowed
-    assert not allowed
-    assert "blocked" not in NOTHING
-    assert "blocked" not in read_allow("lossy")
 
 
 @needs_layout
