@@ -209,8 +209,8 @@ class Parts:
     def _persistent(self) -> int:
         """The bytes of parameters, buffers and gradients."""
         model = self._request.model
-        gradients: int = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-        return gradients + sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        gradients = [one for one in model.parameters() if one.requires_grad]
+        return sum(int(one.nbytes) for one in (*gradients, *model.parameters(), *model.buffers()))
 
     @property
     def _budget(self) -> int:
