@@ -211,7 +211,8 @@ class Loop:
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
         step = Whole(self._forward, self._habits, self._autocast, self._made, singly=self._part is not None)
-        captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
+        with _unseen_by_checkpoints():
+            captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
             raise CaptureError(
@@ -221,6 +222,13 @@ class Loop:
             )
         # Gradients are autograd's business.
         return replace(captured, gradients={}, trained=(), leaving=_leaving(captured, request.model))
+
+
+def _unseen_by_checkpoints() -> contextlib.AbstractContextManager[Any]:
+    """A context in which a checkpoint around the call does not count what the trace saves for its backward."""
+    if not private.saves_by_hooks():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _halves(fit: Fit) -> Halves:

@@ -214,7 +214,7 @@ class Trace:
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
                 raise CaptureError(
                     f"the step leaves a gradient in its batch ({'.'.join(map(str, path))}), which requires one.",
-                    hint="take it by torch.autograd.grad and return it; or lowtide.attach(model), which leaves it there.",
+                    hint="take it by torch.autograd.grad and return it; or lowtide.attach(model), which gives it.",
                 )
         left = {name: self.tensors[name].grad for name in self.parameters}
         self._mark_gradients()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from twins import assert_same, everything, same
 
 import lowtide
@@ -264,6 +265,22 @@ def test_an_argument_that_ops_have_made_is_cast_at_each_use() -> None:
             found.append([x.grad if leaf else before.weight.grad.clone(), model.parts[0].weight.grad.clone()])
     for one, other in zip(found[:3], found[3:], strict=True):
         assert all(same(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant: bool) -> None:
+    """The caller's own; what the first call captures must not be counted as saved by what is checkpointed."""
+
+    class Checkpointed(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.words(tokens)
+            x = self.blocks[0](x) if x.detach().sum() > -1e9 else x
+            x = checkpoint(lambda x: self.blocks[1](x).sin(), x, use_reentrant=reentrant)
+            return x @ self.words.weight.T  # type: ignore[no-any-return]
+
+    attached = both(Checkpointed, "50%")
+    assert "blocks.0" in attached.parts.planned
 
 
 def test_wrong_words() -> None:
