@@ -7,77 +7,30 @@ these are, and runs where a layout or a compiler is missing.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide import native
+from lowtide.kernels import blocked_norm, opaque
 from lowtide.kernels import blocked_plain as by_torch
-from lowtide.kernels import opaque
-from lowtide.kernels.opaque import BLOCK, Sizes, closed, fresh, opened, refuse_unblocked, works
-from lowtide.kernels.tried import Family, Own, same_bits
+from lowtide.kernels.opaque import BLOCK, closed, fresh, opened, refuse_unblocked, works
+from lowtide.kernels.tried import Family, Own
 
-SOURCE = Path(__file__).with_name("blocked.cpp")
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-ldl")
-ROUNDINGS = (
-    15,
-    *(number for number in range(16) if number != 15),
-)  # of torch's batch norm and its gradient, as blocked.cpp numbers them
 _SIZES = "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding"
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _MEAN_WINDOW = "int[] kernel, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor"
 CONVOLUTION, CONVOLUTION_BACKWARD = (f"lowtide.blocked_convolution{end}.default" for end in ("", "_backward"))
-NORM, NORM_BACKWARD = (f"lowtide.blocked_norm{end}.default" for end in ("", "_backward"))
 POOL, POOL_BACKWARD = (f"lowtide.blocked_pool{end}.default" for end in ("", "_backward"))
 MEAN_POOL, MEAN_POOL_BACKWARD = (f"lowtide.blocked_mean_pool{end}.default" for end in ("", "_backward"))
-CAT, CUT = "lowtide.blocked_cat.default", "lowtide.blocked_cut.default"
+CAT, CUT, SUM = (f"lowtide.blocked_{name}.default" for name in ("cat", "cut", "sum"))
 TO_BLOCKED, FROM_BLOCKED = "lowtide.to_blocked.default", "lowtide.from_blocked.default"
 
 aten = torch.ops.aten
-_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_COUNTS = [(name, _INT) for name in ("images", "channels", "image")]
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("input", "weight", "bias", "added", "running_mean", "running_var")),
-        *((name, _POINTER) for name in ("out", "mean", "scale")),
-        *_COUNTS,
-        *((name, _DOUBLE) for name in ("momentum", "epsilon")),
-        *((name, _INT) for name in ("rectified", "fused")),
-    )
-
-
-class _Back(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("gradient", "input", "weight", "bias", "mean", "scale", "result")),
-        *((name, _POINTER) for name in ("out", "weight_gradient", "bias_gradient")),
-        *_COUNTS,
-        *((name, _INT) for name in ("again", "fused")),
-    )
-
-
-SIGNATURES: native.Signatures = {
-    "lowtide_blocked_norm": ([_POINTER, _INT], None),
-    "lowtide_blocked_norm_backward": ([_POINTER, _INT], None),
-}
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """Our kernels; None where they can't be compiled or loaded."""
-    try:
-        return native.library(
-            SOURCE, SIGNATURES, what="batch norm in blocks", flags=FLAGS, depends=(torch.__version__,)
-        )
-    except native.NativeUnavailable:  # the arena has said so
-        return None
 
 
 # ------------------------------------------------------------------------------------------------- layouts and products
@@ -120,106 +73,6 @@ def convolution_backward(
         first = closed(first) if is_blocked[0] else first.to_dense()
     one, two = (None if other is None else other.to_dense() if other.is_mkldnn else other for other in others)
     return first, one, two
-
-
-# ----------------------------------------------------------------------------------------------------------- batch norm
-
-
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    added: Tensor | None,
-    rectified: bool,
-    images: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm over the batch, with what is added to it and the ReLU behind it: the result, the means, the scales."""
-    given = (x, weight, bias, running_mean, running_var, momentum, eps, added, rectified, images)
-    sizes = _checked(images, (x, added), (weight, bias, running_mean, running_var))
-    rounding = _rounding()
-    if rounding is None:
-        return by_torch.norm(*given)
-    return _norm(rounding, sizes, *given[:-1])
-
-
-def _norm(
-    rounding: int, sizes: Sizes, x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    momentum, eps, added, rectified = rest
-    made = fresh(x, sizes), x.new_empty(sizes[1]), x.new_empty(sizes[1])
-    tensors = map(_address, (x, weight, bias, added, mean, var, *made))
-    task = _Norm(*tensors, *_counts(sizes), momentum, eps, rectified, rounding)
-    compiled = library()
-    assert compiled is not None
-    compiled.lowtide_blocked_norm(ctypes.byref(task), torch.get_num_threads())
-    return made
-
-
-def norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    result: Tensor | None,
-    again: bool,
-    eps: float,
-    images: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of batch norm; `again`: of a ReLU behind it, whose result is made again; else it may be given."""
-    sizes = _checked(images, (gradient, x, result), (weight, bias, mean, scale))
-    rounding = _rounding()
-    if rounding is None:
-        return by_torch.norm_backward(gradient, x, weight, bias, mean, scale, result, again, eps, images)
-    return _norm_backward(rounding, sizes, again, gradient, x, weight, bias, mean, scale, result)
-
-
-def _norm_backward(
-    rounding: int, sizes: Sizes, again: bool, gradient: Tensor, *read: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    made = fresh(gradient, sizes), gradient.new_empty(sizes[1]), gradient.new_empty(sizes[1])
-    tensors = map(_address, (gradient, *read, *made))
-    task = _Back(*tensors, *_counts(sizes), again, rounding)
-    compiled = library()
-    assert compiled is not None
-    compiled.lowtide_blocked_norm_backward(ctypes.byref(task), torch.get_num_threads())
-    return made
-
-
-def _get_ready() -> None:
-    """Find out what the ops ask for when they run, before a step does: it allocates."""
-    if works():
-        _rounding()
-
-
-@cache
-def _rounding() -> int | None:
-    """How torch rounds inside of batch norm here, as blocked.cpp numbers it; None where ours does not give its bits."""
-    return None if library() is None else next(filter(_exact, ROUNDINGS), None)
-
-
-def _exact(rounding: int) -> bool:
-    generator = torch.Generator().manual_seed(1)
-    for sizes in ((2, 16, 5, 7), (4, 32, 8, 8), (3, 16, 2, 3)):
-        x, gradient = (torch.randn(sizes, generator=generator, dtype=torch.float32) * 3 + 1 for _ in range(2))
-        x, gradient = opaque.blocked(x), opaque.blocked(gradient)
-        mine = [torch.rand(sizes[1], generator=generator, dtype=torch.float32) for _ in range(4)]
-        theirs = [tensor.clone() for tensor in mine]
-        rest = (0.1, 1e-5, None, True)
-        made = _norm(rounding, sizes, x, *mine, *rest)
-        all_: tuple[Any, ...] = (x, *theirs, *rest, sizes[0])
-        expected = by_torch.norm(*all_)
-        back = (gradient, x, mine[0], mine[1], *expected[1:], None)
-        gradients = _norm_backward(rounding, sizes, True, *back)
-        wanted = by_torch.norm_backward(*back, True, 1e-5, sizes[0])
-        if not same_bits((*made, *mine, *gradients), (*expected, *theirs, *wanted)):
-            return False
-    return True
 
 
 # ------------------------------------------------------------------------------------------------- windows and channels
@@ -279,30 +132,23 @@ def cut(x: Tensor, start: int, stop: int, images: int) -> Tensor:
     return made
 
 
+def add_up(one: Tensor, other: Tensor, starts: Sequence[int], channels: int, images: int) -> Tensor:
+    """The sum of as many channels of two tensors, from one channel of each on."""
+    seen = []
+    for tensor, start in zip((one, other), starts, strict=True):
+        sizes = refuse_unblocked(tensor, images)
+        inside = 0 <= start < start + channels <= sizes[1] and start % BLOCK == channels % BLOCK == 0
+        _demand(inside, f"no {channels} channels in blocks from {start} on, of {sizes[1]}")
+        plane = sizes[2] * sizes[3]
+        seen.append(_rows(tensor, images)[:, start * plane : (start + channels) * plane])
+    made = fresh(one, (images, channels, sizes[2], sizes[3]))
+    torch.add(*seen, out=_rows(made, images))
+    return made
+
+
 def _rows(tensor: Tensor, images: int) -> Tensor:
     """All numbers of each image in a row, as they lie in memory."""
     return tensor.as_strided((images, tensor.numel() // images), (tensor.numel() // images, 1))
-
-
-def _checked(images: int, whole: Sequence[Tensor | None], channels: Sequence[Tensor | None]) -> Sizes:
-    """The sizes that all of these agree on; anything that our kernels can't read is refused."""
-    sizes = {refuse_unblocked(tensor, images) for tensor in whole if tensor is not None}
-    _demand(len(sizes) == 1, f"sizes {sorted(sizes)} do not belong together")
-    (found,) = sizes
-    there = [tensor for tensor in (*whole, *channels) if tensor is not None]
-    _demand(all(tensor.dtype is torch.float32 for tensor in there), "numbers are no float32")
-    wide = all(t is None or (tuple(t.shape) == (found[1],) and t.is_contiguous()) for t in channels)
-    _demand(wide and found[0] * found[2] * found[3] > 1, f"not one number for each of {found[1]} channels")
-    return found
-
-
-def _counts(sizes: Sizes) -> tuple[int, int, int]:
-    images, channels, height, width = sizes
-    return images, channels, height * width
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _demand(right: bool, otherwise: str) -> None:
@@ -311,12 +157,6 @@ def _demand(right: bool, otherwise: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- registration, trial
-
-
-def _fit_statistics(given: list[Any]) -> None:
-    """The statistics of a gradient are those of what was normalised."""
-    x, weight, bias, eps, images = given[1], given[2], given[3], given[8], given[9]
-    _, given[4], given[5] = by_torch.norm(x, weight, bias, None, None, 0.0, eps, None, False, images)
 
 
 def _fit_places(given: list[Any]) -> None:
@@ -353,21 +193,6 @@ OWN = (
         by_torch.convolution_backward,
         operations=partial(_operations, back=True),
     ),
-    Own(
-        "blocked_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps, Tensor? added, bool rectified, int images) -> (Tensor, Tensor, Tensor)",
-        norm,
-        by_torch.norm,
-        ready=_get_ready,
-    ),
-    Own(
-        "blocked_norm_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor scale, "
-        "Tensor? result, bool again, float eps, int images) -> (Tensor, Tensor, Tensor)",
-        norm_backward,
-        by_torch.norm_backward,
-        belong=_fit_statistics,
-        ready=_get_ready,
-    ),
     Own(f"blocked_pool(Tensor x, {_WINDOW}, int images) -> (Tensor, Tensor)", pool, by_torch.pool),
     Own(
         f"blocked_pool_backward(Tensor gradient, Tensor indices, int[] size, {_WINDOW}, int images) -> Tensor",
@@ -383,11 +208,20 @@ OWN = (
     ),
     Own("blocked_cat(Tensor[] parts, int images) -> Tensor", cat, by_torch.cat),
     Own("blocked_cut(Tensor x, int start, int stop, int images) -> Tensor", cut, by_torch.cut),
+    Own(
+        "blocked_sum(Tensor one, Tensor other, int[] starts, int channels, int images) -> Tensor",
+        add_up,
+        by_torch.add_up,
+    ),
+    *blocked_norm.OWN,
 )
 FAMILY = Family(
     OWN,
     tuple(
         Path(__file__).with_name(name)
-        for name in ("blocked.cpp", "statistics.hpp", "threads.hpp", "blocked.py", "blocked_plain.py", "opaque.py")
+        for name in (
+            *("blocked_norm.cpp", "statistics.hpp", "threads.hpp"),
+            *("blocked.py", "blocked_norm.py", "blocked_plain.py", "opaque.py"),
+        )
     ),
 )

@@ -5,6 +5,7 @@ It is what they are tried against, and what runs where they can't.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lowtide.kernels.opaque import BLOCK, blocked, plain
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+NormGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def to_blocked(x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def convolution_backward(
 
 
 def norm(
-    x: Tensor,
+    parts: Sequence[Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
@@ -60,25 +62,28 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm over the batch, with what is added to it and the ReLU behind it."""
     running = (running_mean, running_var)
-    made, mean, scale = aten.native_batch_norm.default(plain(x, images), weight, bias, *running, True, momentum, eps)
+    made, mean, scale = aten.native_batch_norm.default(_one(parts, images), weight, bias, *running, True, momentum, eps)
     made = made if added is None else made.add_(plain(added, images))
     return blocked(made.relu_() if rectified else made), mean, scale
 
 
 def norm_backward(
     gradient: Tensor,
-    x: Tensor,
+    more: Tensor | None,
+    parts: Sequence[Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor,
     scale: Tensor,
     result: Tensor | None,
     again: bool,
+    keeps: bool,
     eps: float,
     images: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of batch norm; `again`: of a ReLU behind it, whose result is made again; else it may be given."""
-    seen, read = plain(gradient, images), plain(x, images)
+) -> NormGradients:
+    """The gradients of batch norm, and the gradient that counted behind the ReLU."""
+    seen, read = plain(gradient, images), _one(parts, images)
+    seen = seen if more is None else seen.add_(plain(more, images))
     if again:
         result = aten.native_batch_norm.default(read, weight, bias, None, None, True, 0.0, eps)[0]
     elif result is not None:
@@ -87,7 +92,12 @@ def norm_backward(
     rest = (None, None, mean, scale, True, 0.0, [True, True, True])
     first, *others = aten.native_batch_norm_backward.default(seen, read, weight, *rest)
     one, two = (torch.zeros_like(mean) if other is None else other for other in others)
-    return blocked(first), one, two
+    return blocked(first), one, two, blocked(seen) if keeps else None
+
+
+def _one(parts: Sequence[Tensor], images: int) -> Tensor:
+    seen = [plain(part, images) for part in parts]
+    return seen[0] if len(seen) == 1 else torch.cat(seen, 1)
 
 
 def pool(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -127,3 +137,10 @@ def cat(parts: list[Tensor], images: int) -> Tensor:
 def cut(x: Tensor, start: int, stop: int, images: int) -> Tensor:
     """A part of the channels."""
     return blocked(plain(x, images)[:, start:stop])
+
+
+def add_up(one: Tensor, other: Tensor, starts: Sequence[int], channels: int, images: int) -> Tensor:
+    """The sum of as many channels of two tensors."""
+    pairs = zip((one, other), starts, strict=True)
+    first, second = (plain(tensor, images)[:, start : start + channels] for tensor, start in pairs)
+    return blocked(first + second)

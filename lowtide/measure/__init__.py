@@ -31,6 +31,7 @@ from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
+from lowtide.private import usual_arithmetic
 
 __all__ = [
     "correct",
@@ -88,6 +89,8 @@ def differing(graph: Graph) -> tuple[int, ...]:
     """The ops of ours that stand for torch's and have other bits than torch's here; nothing else is measured."""
     keys, specimens = _specimens(graph)
     ours = [index for index, op in enumerate(graph.ops) if op.target in kernels.TRIED]
+    if not usual_arithmetic():
+        return tuple(ours)
     book = _book(graph)
     wanted = dict.fromkeys(key for index in ours if (key := keys[index]) is not None)
     answers = {key: book.answers[key] for key in wanted if key in book.answers}
@@ -201,7 +204,7 @@ def _costs(
         alignment=where.alignment,
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
-        differing=tuple(others),
+        differing=tuple(others) if usual_arithmetic() else None,  # for the process that measures is told nothing
     )
 
 

@@ -16,11 +16,13 @@ from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
 from lowtide.rewrite import activations, statistics
+from lowtide.rewrite.attention import attention
 from lowtide.rewrite.blocked import blocked
 from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
+from lowtide.rewrite.joined_norms import joined
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
 from lowtide.rewrite.microbatch import microbatch
@@ -97,6 +99,8 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
     Pass("blocked", "bitwise", blocked, tried=True),
+    Pass("joined-norms", "bitwise", joined, tried=True),  # of those in blocks
+    Pass("attention", "bitwise", attention, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

@@ -185,3 +185,20 @@ def test_an_attached_model_stays_eagers(monkeypatch: pytest.MonkeyPatch) -> None
     assert attached.fitted is not None
     assert any(one.tried for one in attached.fitted.plan.rewrites)
     lowtide.detach(mirror)
+
+
+def test_what_was_tried_with_other_settings_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that tries calls is told nothing of mkldnn or of precisions."""
+    monkeypatch.setattr(trials, "_seconds", lambda graph, costs: 1e3 - sum(op.target in OURS for op in graph.ops))
+    model, optimizer = _built()
+    mirror, mirrored = _built()
+    images = next(_batches())
+    train = lowtide.fit(_step, mirror, mirrored, example=(images,), time_limit=0.2)
+    assert any(one.tried for one in train.plan.rewrites)
+    for enabled in (True, False, True):
+        torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
+        try:
+            assert torch.equal(_step(model, optimizer, images), train(images))
+            assert_same(everything(model, optimizer), everything(mirror, mirrored))
+        finally:
+            torch.backends.mkldnn.enabled = True  # type: ignore[assignment]

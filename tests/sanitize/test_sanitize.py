@@ -28,7 +28,12 @@ TESTS = {
     "plan: doors": ("tests/pure/test_doors.py",),
     "plan: searches": ("tests/pure/test_exact.py", "tests/pure/test_plan.py", "tests/pure/test_loop.py"),
     "plan: layout": ("tests/pure/test_layout.py",),
-    "kernels": ("tests/cpu/test_own_kernels_fuzz.py", "tests/cpu/test_own_kernels.py"),
+    "kernels": (
+        "tests/cpu/test_own_kernels_fuzz.py",
+        "tests/cpu/test_own_kernels.py",
+        "tests/cpu/test_blocked_norm.py",
+    ),
+    "attention": ("tests/cpu/test_attention.py",),
     "allocator: steps": ("tests/cpu/test_arena.py", "tests/cpu/test_failed_steps.py"),
     "allocator: meters": ("tests/cpu/test_meter.py",),
 }
