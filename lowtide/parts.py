@@ -74,7 +74,7 @@ class Piece:
         self.parts, self.name, self.module = parts, name, module
         self.attached: Attached  # what stands before its forward
         self.called = False
-        self.known = False  # that a plan can do something for it
+        self.least: Share | None = None  # by its first plan; None: it has none yet
         self.waiting: int | None = None  # bytes that others need while it waits; None: as many as eager adds for it
 
     def runs(self) -> None:
@@ -86,7 +86,7 @@ class Piece:
 
         def capture(request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
             captured = usual.capture(request, batch, numbers)
-            if not self.known:
+            if self.least is None:
                 _refuse_idle(captured.graph)
             return captured
 
@@ -107,6 +107,7 @@ class Parts:
         self.plans: list[Fit] = []  # for parts that are alike
         self._latest: Piece | None = None  # the part that ran last
         self._looks = LOOKS
+        self._new = False  # a part has run for the first time
         self._shared: frozenset[int] = frozenset()  # the parts among which the budget is divided
         self._beside = 0  # bytes that the rest of a forward keeps, metered
 
@@ -136,7 +137,9 @@ class Parts:
 
     def before(self, piece: Piece) -> None:
         """A part runs now: whatever else waits or is idle holds no more than it must."""
-        piece.called = True
+        if not piece.called or piece.name in self.plain:
+            piece.called = self._new = True
+            self.plain.pop(piece.name, None)  # it was missed, and comes later
         if self._request.budget is None:
             return
         if self._latest is not None and self._latest is not piece:
@@ -154,7 +157,10 @@ class Parts:
     def run(self, forward: Callable[[], Any]) -> Any:
         """One forward of the whole model."""
         if not self._looks:
-            return forward()
+            result = forward()
+            if self._new:
+                self._settle()
+            return result
         self._looks -= 1
         with allocator.meter() if self.together and allocator.available() else nullcontext() as meter:
             result = forward()
@@ -182,6 +188,7 @@ class Parts:
 
     def _settle(self) -> None:
         """After a forward with new parts: say which there are, and divide the budget among them."""
+        self._new = False
         planned = {key: piece for key, piece in self.pieces.items() if piece.name in self.planned}
         if not planned:
             why = self.plain[""]
@@ -192,8 +199,9 @@ class Parts:
         if planned.keys() == self._shared:
             return
         for piece in planned.values():
-            piece.known = True
-        shares = {key: _share(piece.attached.fitted) for key, piece in planned.items()}  # type: ignore[arg-type]
+            if piece.least is None and piece.attached.fitted is not None:
+                piece.least = _share(piece.attached.fitted)
+        shares = {key: piece.least for key, piece in planned.items() if piece.least is not None}
         needed = self._needed(shares) if self.together else None
         self._tell(needed)
         if needed is not None and self._request.budget != LEAST:

@@ -267,6 +267,29 @@ def test_an_argument_that_ops_have_made_is_cast_at_each_use() -> None:
         assert all(same(*pair) for pair in zip(one, other, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::lowtide.LowtideWarning")
+def test_a_part_that_comes_later_is_within_the_budget() -> None:
+    class Later(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.words(tokens)
+            for number, block in enumerate(self.blocks):
+                x = block(x) if number < 2 or tokens.sum() > 500 else x
+            return x @ self.words.weight.T
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Later()
+        attached = lowtide.attach(model, "8MiB", fallback="modules", **QUICK) if planned else None
+        for rows in (4, 4, 8, 16, 16):
+            model(torch.arange(12 * rows).reshape(rows, 12) % WORDS).square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    assert attached is not None
+    assert attached.parts is not None
+    assert [*attached.parts.planned] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant: bool) -> None:
