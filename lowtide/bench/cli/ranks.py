@@ -25,19 +25,24 @@ def ranks(
     time_limit: Annotated[
         float, typer.Option(min=0, metavar="<seconds>", help="Seconds of search for each budget.")
     ] = racing.TIME_LIMIT,
+    sharded: Annotated[bool, typer.Option("--sharded", help="Against fully_shard (FSDP2) instead of DDP.")] = False,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
     """Compare steps of several processes at 100% and 50% with plain DistributedDataParallel: time, bytes and bits."""
+    base: racing.Plain = "FSDP2" if sharded else "DDP"
 
     def one(target: str) -> Row:
-        found = racing.race(target, ranks=count, rounds=rounds, time_limit=time_limit, budgets=racing.BUDGETS)
+        found = racing.race(
+            target, plain=base, ranks=count, rounds=rounds, time_limit=time_limit, budgets=racing.BUDGETS
+        )
         plain = found[0].seconds
         ways = [{**asdict(item), "times": item.seconds / plain} for item in found]
         within = all(item.budget is None or item.peak is None or item.peak <= item.budget for item in found)
         return {"ranks": count, "ways": ways, "ok": within and all(item.same for item in found)}
 
     options = ["--count", str(count), "--rounds", str(rounds), "--time-limit", str(time_limit)]
+    options += ["--sharded"] if sharded else []
     rows = rows_of("ranks", targets or list(racing.TARGETS), one, *options)
     finish([Part("rows", rows, _tables([row for row in rows if "failure" not in row]))], as_json, markdown)
 
@@ -56,5 +61,5 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         for row in rows
         for way in row["ways"]
     ]
-    heads = ["target", "steps by", "a step", "of DDP's", "peak of a rank", "budget", "equal to DDP"]
+    heads = ["target", "steps by", "a step", "of plain", "peak of a rank", "budget", "equal to plain"]
     return [Table("slrrrrl", lines, heads, ("bold", "", "", "", "", "", ""))]
