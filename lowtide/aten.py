@@ -118,6 +118,7 @@ RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "a
 INDICES: Mapping[str, int] = MappingProxyType(
     {
         "aten.max_pool2d_with_indices.default": 2,
+        "lowtide.blocked_pool.default": 2,
         "aten.max_pool3d_with_indices.default": 3,
         "aten.adaptive_max_pool2d.default": 2,
         "aten.adaptive_max_pool3d.default": 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
@@ -175,14 +175,14 @@ class Leave:
         then = replace(self, resized=sizes)
         return first + [rungs[0] for name in names if not _is_alike(name) and (rungs := then.rungs(seen, name))]
 
-    def levels(self, graph: Graph) -> list[list[tuple[Rewrite, ...]]]:
+    def levels(self, graph: Graph, useful: Sequence[str] | None = None) -> list[list[tuple[Rewrite, ...]]]:
         """What loses more, if allowed: nothing first, then one technique after the other besides those before.
 
         At each level the mildest settings come first, and of two techniques the one that is taken later is spared more.
         """
         found: list[list[tuple[Rewrite, ...]]] = [[()]]
         taken: list[list[Rewrite]] = []
-        for name in self.allowed.lossy:
+        for name in self.allowed.lossy if useful is None else useful:
             rungs = self.rungs(graph, name)
             if rungs:
                 taken = [*(before for before in taken if before[0].name != _replaced(name)), rungs]

@@ -26,6 +26,7 @@ ROUNDING = ("chunks", "chunked-loss", "split", "microbatch")  # what the tier "r
 # What the tier "lossy" allows besides, in the order in which it is taken: each only where no plan without it fits.
 LOSSY_ORDER = ("input8", "activations16", "weights16", "state8", "activations8", "batch-statistics", "sparse")
 FORMS = frozenset({"sparse", "weights16", "state8"})  # of these, what changes how the caller's tensors are stored
+STORED = FORMS | {"input8"}  # what changes the bytes that are there between steps
 PART = re.compile(r"_part\d+$")
 BY_NAME = ("activations4",)  # lossy ones that no tier allows
 TIERS: tuple[Exactness, ...] = ("rounding", "lossy")

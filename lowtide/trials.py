@@ -7,14 +7,13 @@ each whether it has torch's bits; the pass is told to leave alone those that hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lowtide.candidates import Say
 from lowtide.costs import Costs
 from lowtide.graph import Graph
 from lowtide.rewrite import TRIED, Pass, Trail
-from lowtide.rewrites import Rewrite
 
 if TYPE_CHECKING:
     from lowtide.choice import Leave
@@ -25,17 +24,38 @@ ROUNDS = 4  # of a pass, each without the ops that lacked torch's bits in the on
 def with_tried(
     leave: Leave, graph: Graph, price: Callable[[Graph], Costs], say: Say = lambda words: None
 ) -> tuple[Leave, float]:
-    """What may be done to a step, and those tried passes besides that pay here; and its seconds without them."""
-    trail, before = Trail(), 0.0
+    """What may be done to a step, and those tried passes besides that pay here; and its seconds without them.
+
+    A pass that does not pay is looked at once more with the next one, which may make it worth it.
+    """
+    trail, best = Trail(), _Tried(leave, 0.0)
+    begun: float | None = None
+    unpaid: _Tried | None = None
     for one in TRIED:
         if one.name in leave.allowed.refused:
             continue
-        plain = leave.apply(graph, (), trail).graph
-        found = _Trial(one, graph, leave, price, trail).run(plain, say)
-        if found is not None:
-            before = before or _seconds(plain, price(plain))
-            leave = replace(leave, always=(*leave.always, found))
-    return leave, before
+        bases = [best.leave] if unpaid is None else [best.leave, unpaid.leave]
+        found = [trial for base in bases if (trial := _Trial(one, graph, base, price, trail).run(say)) is not None]
+        if not found:
+            continue
+        if begun is None:
+            plain = leave.apply(graph, (), trail).graph
+            begun = _seconds(plain, price(plain))
+            best = _Tried(leave, begun)
+        quickest = min(found, key=lambda trial: trial.seconds)
+        if quickest.seconds < best.seconds:
+            best, unpaid = quickest, None
+        else:
+            unpaid = quickest
+    return best.leave, begun or 0.0
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What may be done to a step, with passes whose every call has torch's bits, and its seconds then."""
+
+    leave: Leave
+    seconds: float
 
 
 class _Trial:
@@ -44,8 +64,9 @@ class _Trial:
     def __init__(self, one: Pass, graph: Graph, leave: Leave, price: Callable[[Graph], Costs], trail: Trail) -> None:
         self.one, self.graph, self.leave, self.price, self.trail = one, graph, leave, price, trail
 
-    def run(self, plain: Graph, say: Say) -> Rewrite | None:
-        """The pass without those ops whose bits are not torch's; None where nothing is left, or nothing gained."""
+    def run(self, say: Say) -> _Tried | None:
+        """The pass without those ops whose bits are not torch's; None where nothing is left."""
+        plain = self.leave.apply(self.graph, (), self.trail).graph
         name, names, without = self.one.name, {op.name for op in plain.ops}, set[str]()
         for _ in range(ROUNDS):
             rewrite = self.one.by("+".join(sorted(without)) or None)
@@ -53,14 +74,14 @@ class _Trial:
             if changed.fingerprint == plain.fingerprint:
                 return None
             before = self.price(plain)
-            if before.differing is None:  # an estimate, which knows nothing of bits
+            if before.differing is None:  # an estimate, or numbers are rounded otherwise here than where they are tried
                 return None
             costs = self.price(changed)
             differing = {changed.ops[op].name for op in costs.differing or ()}
             if not differing:
                 seconds = _seconds(plain, before), _seconds(changed, costs)
                 say(f"{name}: every call has torch's bits; {seconds[1]:.3g} s, {seconds[0]:.3g} s without")
-                return rewrite if seconds[1] < seconds[0] else None
+                return _Tried(replace(self.leave, always=(*self.leave.always, rewrite)), seconds[1])
             if not differing <= names - without:  # an op between others, which stands for none of torch's
                 break
             without |= differing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from lowtide import report
@@ -19,6 +20,7 @@ from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
 from lowtide.fit.moving import Moving
+from lowtide.fit.plainly import Plainly
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
@@ -28,8 +30,9 @@ from lowtide.guards import Change
 from lowtide.page import Looks, page_of
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
-from lowtide.rewrites import read_allow
-from lowtide.verify import Verifier, announce, refuse_call
+from lowtide.rewrites import exactness
+from lowtide.verify import ChangedVerifier, Verifier, announce, refuse_call
+from lowtide.verify.copies import Copy
 
 __all__ = ["CostsFrom", "Fit", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
 
@@ -52,7 +55,7 @@ class Fitted:
         with self._local:
             made = self._maker.make(example)
             self._keep(Batch.of(example).key, made)
-        self.verifier: Verifier | None = None  # of the steps that run beside eager
+        self.verifier: Verifier | ChangedVerifier | None = None  # of the steps that run beside eager
         self._moving = Moving()
 
     def __call__(self, *batch: Any) -> Any:
@@ -215,8 +218,21 @@ class Fitted:
             )
         fit, asked = self._latest, self._request
         persistent = fit.costs.persistent(self.captured.graph)
-        self.verifier = Verifier(asked.step, asked.model, asked.optimizer, steps)
+        refuse_call(steps)
+        self.verifier = self._verifier(steps)
         announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, persistent=persistent, tell=tell or asked.tell)
+
+    def _verifier(self, steps: int) -> Verifier | ChangedVerifier:
+        asked = self._request
+        if exactness(self.plan.rewrites) == "bitwise":
+            return Verifier(asked.step, asked.model, asked.optimizer, steps)
+
+        def captured(copied: Copy, batch: tuple[Any, ...]) -> Captured:
+            theirs = replace(asked, step=copied.step, model=copied.model, optimizer=copied.optimizer)
+            return self._manner.capture(theirs, batch, ())
+
+        plainly = Plainly(captured, asked.allowed)
+        return ChangedVerifier(asked.step, asked.model, asked.optimizer, steps, plainly, lambda: self.plan.rewrites)
 
     def report(
         self, html: str | os.PathLike[str] | None = None, *, looks: Looks | None = None, force: bool = False
@@ -317,9 +333,10 @@ def fit(
     - `rounding`: short for `allow="rounding"`.
     - `verify`: so many first steps also run in eager PyTorch, on copies, and every bit is compared; that needs eager's
       memory beside the budget, which is said first. A difference is a VerifyError that names what differs and the
-      first op that does, and the step is undone.
+      first op that does, and the step is undone. With `allow`, the same rewritten step is what every bit is compared
+      with, run without a plan, and how far eager is from it is known then.
     """
-    refuse_call(verify, allowed=bool(read_allow(allow, rounding)))
+    refuse_call(verify)
     request = Request(
         step,
         model,

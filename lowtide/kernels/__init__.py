@@ -13,7 +13,7 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import attention, blocked, blocks, collectives, expected, forms, grouped, sparse
+from lowtide.kernels import attention, blocked, blocks, chains, collectives, expected, forms, grouped, sparse
 from lowtide.kernels.own import quicker
 from lowtide.kernels.tried import Own
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
@@ -35,7 +35,11 @@ CHANNELS: Mapping[str, tuple[str, ...]] = {  # of ops whose tags do not say it
 }
 # What takes others, who are not there when it is measured, or ends the step.
 UNMEASURED = frozenset(CHANNELS) | collectives.COLLECTIVES
-FAMILIES = (blocked.FAMILY, attention.FAMILY)  # of ops of ours that stand for torch's, and are tried against them
+FAMILIES = (
+    blocked.FAMILY,
+    attention.FAMILY,
+    chains.FAMILY,
+)  # of ops of ours that stand for torch's, and are tried against them
 TRIED: Mapping[str, Own] = {one.target: one for family in FAMILIES for one in family.ops}
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define(

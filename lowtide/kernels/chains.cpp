@@ -1,23 +1,25 @@
-// Short programs over numbers that depend on nothing but each other: what torch does in a call for each line, and a pass
-// over memory for each call, is done on a block of them while it is in the processor's cache.
+// Short programs that do the same to every element: what torch does in a call and a pass over memory for each line is
+// done to a block of elements while they are in the processor's cache.
 
 #include "vectors.hpp"
-
-#include <ATen/native/Lerp.h>
 
 #include <cmath>
 #include <cstring>
 
 namespace {
 
+constexpr long long kMode = 0x2 | 0x140000 | 0x100;  // high accuracy, denormals as they are, no words about errors
+
 constexpr int64_t kBlock = 512, kRegisters = 16, kPiece = 1 << 14;  // numbers of a register; registers; of a piece
 
 enum Line : int64_t {
-  kLoad, kStore, kAdd, kMultiply, kDivide, kAddNumber, kMultiplyNumber, kDivideNumber, kNegate, kSquare, kCube, kTanh,
-  kTanhBack, kRoot, kAddProduct, kAddQuotient, kLerp, kLines
+  kLoad, kStore, kAdd, kMultiply, kDivide, kAddNumber, kMultiplyNumber, kDivideNumber, kNegate, kRoot, kAddProduct,
+  kAddQuotient, kLerp
 };
 
 constexpr int64_t kWords = 6;  // of a line: what it does, where to, up to three registers, and which number
+
+using Roots = void (*)(int count, const float* from, float* to, long long mode);
 
 struct Chain {
   const float* const* read;
@@ -26,7 +28,8 @@ struct Chain {
   int64_t lines;
   const double* numbers;
   int64_t count;
-  int64_t fused;  // a bit for each kind of line: whether torch's compiler fused a product and a sum in it
+  int64_t fused;  // whether torch's compiler fused the last product of kAddProduct with its sum
+  Roots roots;    // of the library that torch takes them with, where they are not those of the processor; may be missing
 };
 
 template <typename One>
@@ -35,8 +38,8 @@ INLINE void each(float* to, int64_t count, const One& one) {
 }
 
 template <bool fused>
-INLINE void calculate(int64_t line, float* to, const float* a, const float* b, const float* c, float number, int64_t count) {
-  const Vec k(number), one(1.0f);
+INLINE void calculate(const Chain& chain, int64_t line, float* to, const float* a, const float* b, const float* c, float number, int64_t count) {
+  const Vec k(number);
   switch (line) {
     case kAdd:
       return each(to, count, [&](int64_t i, int64_t n) { return at::vec::fmadd(load(b + i, n), k, load(a + i, n)); });
@@ -46,15 +49,11 @@ INLINE void calculate(int64_t line, float* to, const float* a, const float* b, c
     case kMultiplyNumber: return each(to, count, [&](int64_t i, int64_t n) { return product(load(a + i, n), k); });
     case kDivideNumber: return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n) / k; });
     case kNegate: return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n).neg(); });
-    case kSquare: return each(to, count, [&](int64_t i, int64_t n) { const Vec x = load(a + i, n); return x * x; });
-    case kCube: return each(to, count, [&](int64_t i, int64_t n) { const Vec x = load(a + i, n); return x * x * x; });
-    case kTanh: return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n).tanh(); });
-    case kTanhBack:
-      return each(to, count, [&](int64_t i, int64_t n) {
-        const Vec y = load(b + i, n);
-        return load(a + i, n) * (fused ? at::vec::fnmadd(y, y, one) : one - y * y);
-      });
-    case kRoot: return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n).sqrt(); });
+    case kRoot:
+      if (chain.roots != nullptr) {
+        return chain.roots(static_cast<int>(count), a, to, kMode);
+      }
+      return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n).sqrt(); });
     case kAddProduct:
       return each(to, count, [&](int64_t i, int64_t n) {
         const Vec x = k * load(b + i, n);
@@ -62,8 +61,14 @@ INLINE void calculate(int64_t line, float* to, const float* a, const float* b, c
       });
     case kAddQuotient:
       return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n) + k * load(b + i, n) / load(c + i, n); });
-    case kLerp:
-      return each(to, count, [&](int64_t i, int64_t n) { return at::native::lerp_vec(load(a + i, n), load(b + i, n), k); });
+    case kLerp: {
+      const bool small = std::abs(number) < 0.5f;
+      const Vec step = small ? k : k - Vec(1.0f);
+      return each(to, count, [&](int64_t i, int64_t n) {
+        const Vec start = load(a + i, n), end = load(b + i, n);
+        return at::vec::fmadd(step, end - start, small ? start : end);
+      });
+    }
     default: return;
   }
 }
@@ -83,10 +88,10 @@ void run(const Chain& chain, int64_t first, int64_t last) {
       } else {
         const float number = static_cast<float>(chain.numbers[line[5]]);
         const float *a = registers[line[2]], *b = registers[line[3]], *c = registers[line[4]];
-        if ((chain.fused >> line[0] & 1) != 0) {
-          calculate<true>(line[0], rooms[to], a, b, c, number, count);
+        if (chain.fused != 0) {
+          calculate<true>(chain, line[0], rooms[to], a, b, c, number, count);
         } else {
-          calculate<false>(line[0], rooms[to], a, b, c, number, count);
+          calculate<false>(chain, line[0], rooms[to], a, b, c, number, count);
         }
         registers[to] = rooms[to];
       }

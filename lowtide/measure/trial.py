@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ def _same(own: Own, args: list[Any], special: bool) -> bool:
     made, mine = _row(own.kernel(*given)), torch.default_generator.get_state()
     torch.default_generator.set_state(before)
     expected, theirs = _row(own.reference(*again)), torch.default_generator.get_state()
-    written = ([arg for arg in each if isinstance(arg, Tensor)] for each in (given, again))
+    written = (list(_tensors(each)) for each in (given, again))
     return same_bits((*made, *next(written), mine), (*expected, *next(written), theirs))
+
+
+def _tensors(args: list[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list):
+            yield from _tensors(arg)
 
 
 def _filled(arg: Any, generator: torch.Generator, special: bool) -> Any:

@@ -23,6 +23,7 @@ from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
 from lowtide.rewrite.joined_norms import joined
+from lowtide.rewrite.joined_updates import joined_updates
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
 from lowtide.rewrite.microbatch import microbatch
@@ -30,7 +31,7 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
-from lowtide.rewrite.sparse import DENSITY, sparse
+from lowtide.rewrite.sparse import DENSITIES, sparse
 from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrite.state8 import state8
 from lowtide.rewrite.updates import fused
@@ -91,7 +92,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("input8", "lossy", input8),
-    Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
+    Pass("sparse", "lossy", sparse, lambda graph: DENSITIES),
     Pass("weights16", "lossy", weights16),
     Pass("state8", "lossy", state8),
     Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already
@@ -101,6 +102,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("blocked", "bitwise", blocked, tried=True),
     Pass("joined-norms", "bitwise", joined, tried=True),  # of those in blocks
     Pass("attention", "bitwise", attention, tried=True),
+    Pass("joined-updates", "bitwise", joined_updates, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),

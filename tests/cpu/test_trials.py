@@ -72,6 +72,19 @@ def test_calls_with_other_bits_stay_torchs(graph: Graph) -> None:
     assert ops.CONVOLUTION in kept.values()
 
 
+def test_a_pass_that_pays_with_the_next_one_only_is_taken_with_it(graph: Graph) -> None:
+    """Blocked values alone cost more here, and batch norms that take in their neighbours are what makes up for that."""
+
+    def price(seen: Graph) -> Costs:
+        masks = sum(op.target == "aten.threshold_backward.default" for op in seen.ops)
+        costs = _priced(seen, ours=1.1)
+        return replace(costs, seconds=tuple(taken * (1 if masks else 0.5) for taken in costs.seconds))
+
+    assert {"blocked", "joined-norms"} <= {one.name for one in with_tried(Leave(), graph, price)[0].always}
+    refusing = Leave(read_allow("-joined-norms"))
+    assert "blocked" not in {one.name for one in with_tried(refusing, graph, price)[0].always}
+
+
 def test_a_conversion_with_other_bits_ends_the_pass(graph: Graph) -> None:
     def lacking(seen: Graph, op: int) -> bool:
         return seen.ops[op].target == ops.FROM_BLOCKED

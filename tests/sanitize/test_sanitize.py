@@ -33,7 +33,7 @@ TESTS = {
         "tests/cpu/test_own_kernels.py",
         "tests/cpu/test_blocked_norm.py",
     ),
-    "attention": ("tests/cpu/test_attention.py",),
+    "attention and updates": ("tests/cpu/test_attention.py", "tests/cpu/test_joined_updates.py"),
     "allocator: steps": ("tests/cpu/test_arena.py", "tests/cpu/test_failed_steps.py"),
     "allocator: meters": ("tests/cpu/test_meter.py",),
 }
