@@ -141,7 +141,7 @@ def _state(optimizer: Any) -> list[torch.Tensor]:
 
 def _rank(target: str, rounds: int, time_limit: float, plain: Plain, budgets: Sequence[str]) -> list[Raced]:
     """What one rank does."""
-    ways = {plain: _Way(target, plain, None, time_limit)}
+    ways: dict[str, _Way] = {plain: _Way(target, plain, None, time_limit)}
     ways |= {one: _Way(target, plain, one, time_limit) for one in budgets}
     for timed in (*[False] * WARM_UPS, *[True] * rounds):
         for way in ways.values():
