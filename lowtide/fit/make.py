@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -25,7 +26,7 @@ from lowtide.fit.shards import as_first
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import correct, correct_lanes, differing, measure, roofline, with_lanes
+from lowtide.measure import correct, correct_lanes, differing, kept_open, measure, roofline, with_lanes
 from lowtide.page.advice import Situation
 from lowtide.plan import carry, overlap, plan
 from lowtide.plan.planning import Planning
@@ -38,6 +39,7 @@ from lowtide.verify.gradient import with_errors
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
+NEVER = 2**30  # collections of garbage of middle age before one of all
 SHORTEST = 0.5  # seconds of search that every step is worth
 PAYS = 20  # times the seconds of a step: what a longer search might find pays after thousands of steps only
 ROOMY, WASTE = (
@@ -112,7 +114,7 @@ class Maker:
         begun, searches = time.monotonic(), self._ladder.searches
         self._ladder.see(batch)
         quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
-        with nullcontext() if quiet else self._request.aloud:
+        with nullcontext() if quiet else self._request.aloud, kept_open(), _collecting_later():
             if self._ranks is not None and together:
                 made = self._make_together(self._ranks, batch, numbers, known)
             else:
@@ -142,8 +144,8 @@ class Maker:
 
         found = shared(True)
         if ranks.any(
-            has_tried(found.plan.rewrites) and differing(found.graph) != ()
-        ):  # it was tried on another machine
+            lambda: has_tried(found.plan.rewrites) and differing(found.graph) != ()
+        ):  # other machines tried it
             found = shared(False)
         self.budget = found.plan.budget if self.budget is None else self.budget
         return self._finish(captured, batch, found)
@@ -430,6 +432,18 @@ class Maker:
                 graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops")
             )
         return with_lanes(graph, self._manner.priced(graph, costs), folder=self._request.offload_dir)
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """A context in which Python looks for garbage among what is new only: to look at all objects of a large program
+    takes it a third of a second, as long as all else that a step for another length needs."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _overlapped(chosen: Choice) -> Choice:

@@ -25,7 +25,7 @@ from lowtide.device import Device
 from lowtide.graph import Graph, Op
 from lowtide.kernels import collectives, forms, own, sparse
 from lowtide.limits import Limits
-from lowtide.measure.book import Book
+from lowtide.measure.book import Book, kept_open
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
 from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
@@ -38,6 +38,7 @@ __all__ = [
     "correct_lanes",
     "corrected",
     "differing",
+    "kept_open",
     "limits",
     "measure",
     "measure_lanes",
@@ -51,6 +52,8 @@ KILLS = 2  # processes in a row that are killed before their first answer; then 
 NO_MEMORY = "the system has no memory for the process that measures"
 PROBE, GLANCE = 2**18, 0.05  # numbers that all threads work on, and for how many seconds, to see if they have cores
 RIGHT = 0.01  # of a step: prices that are off by less are not corrected
+
+_again: set[tuple[Path | None, str]] = set()  # disturbed prices that this process has asked again: once is enough
 
 
 def measure(
@@ -69,9 +72,11 @@ def measure(
     metered = where.missing() is None
     book = _book(graph) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
-    disturbed = [key for key, answer in answers.items() if answer["disturbed"]]
+    path = None if book is None else book.path
+    disturbed = [key for key, answer in answers.items() if answer["disturbed"] and (path, key) not in _again]
     again = set(disturbed) if disturbed and _is_calm(where, graph.device) else set()
     missing = [key for key in specimens if key not in answers or key in again]
+    _again.update((path, key) for key in again)
     for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
         answers[key] = {**answers.get(key, {}), **answer}  # what steps say of it stays
         if progress is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,21 +11,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from trying import assert_torchs_bits
 from twins import assert_exact
 
 from lowtide import models
 from lowtide.costs import declared
 from lowtide.graph import Graph
-from lowtide.kernels import TRIED
 from lowtide.kernels import attention as ops
 from lowtide.kernels import attention_plain as by_torch
-from lowtide.measure.bench_call import Call
-from lowtide.measure.specimen import specimen
-from lowtide.measure.trial import has_torch_bits
 from lowtide.plan import as_eager
 from lowtide.plan.emit import emit
 from lowtide.plan.problem import problem
-from lowtide.private import below_autograd
 from lowtide.program import Program
 from lowtide.rewrite.attention import attention
 
@@ -45,11 +40,7 @@ def _in_chunks(graph: Graph, dropped: bool = True) -> Graph:
     assert changed.fault is None
     wanted = (ops.DROPPED, ops.DROPPED_BACKWARD) if dropped else (ops.PLAIN, ops.BACKWARD)
     assert set(wanted) <= _targets(changed)
-    with below_autograd():
-        for index, op in enumerate(changed.ops):
-            if op.target in TRIED:
-                call = Call(json.loads(json.dumps(specimen(changed, index))))
-                assert has_torch_bits(op.target, call.args), changed.show_op(index)
+    assert_torchs_bits(changed)
     return changed
 
 
