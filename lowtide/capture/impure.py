@@ -123,15 +123,7 @@ class Calls:
         try:
             yield
         finally:
-            _put_back(before)
-
-
-def _put_back(profiler: Any) -> None:
-    """Let a profiler go on: cProfile's is no function of Python, and starts by itself."""
-    if profiler is None or callable(profiler):
-        sys.setprofile(profiler)
-    else:
-        profiler.enable()
+            sys.setprofile(before)
 
 
 def _impure(function: Any) -> str | None:

@@ -23,7 +23,6 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "changes",
     "sizes",
     "lifetimes",
-    "limits",
     "rewrites",
     "aten",
     "game",
@@ -49,7 +48,6 @@ DOORS = {
     "batch",
     "fit",
     "candidates",
-    "trials",
     "choice",
     "attach",
     "evaluation",
@@ -60,7 +58,6 @@ DOORS = {
     "scan",
     "verify",
     "peaks",
-    "pace",
     "page",
     "doctor",
     "cli",
@@ -354,7 +351,7 @@ def fired(house: House) -> dict[str, list[str]]:
 
 ALLOWED = (
     "__init__, attach, batch, bench, candidates, choice, cli, doctor, evaluation, fit, frameworks, giving, handover, "
-    "pace, page, peaks, scan, trials, verify, wrap"
+    "page, peaks, scan, verify, wrap"
 )
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [
