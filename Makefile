@@ -67,6 +67,7 @@ bench: .venv/ready  ## Make every table that we publish
 	$(BIN)/lowtide bench capture
 	$(BIN)/lowtide bench plan
 	$(BIN)/lowtide bench fit
+	$(BIN)/lowtide bench pace
 	$(BIN)/lowtide bench offload
 	$(BIN)/lowtide bench offload --models
 	$(BIN)/lowtide bench offload --run

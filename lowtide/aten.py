@@ -47,6 +47,43 @@ UNWRITTEN = frozenset(
     }
 )
 
+# Calls that read few elements of what they are given: as many as they make.
+PICKING = frozenset(
+    {
+        "aten.embedding.default",
+        "aten.index.Tensor",
+        "aten.index_select.default",
+        "aten.gather.default",
+        "aten.nll_loss_forward.default",
+        "aten.nll_loss2d_forward.default",
+        "aten.nll_loss_backward.default",
+        "aten.nll_loss2d_backward.default",
+    }
+)
+# Calls that write to few elements of what they update, and read no others.
+PATCHING = frozenset(
+    {
+        "aten.index_put_.default",
+        "aten.index_add_.default",
+        "aten.index_copy_.default",
+        "aten.scatter_.src",
+        "aten.scatter_.value",
+        "aten.scatter_add_.default",
+    }
+)
+# Calls that write over all that they update without reading it.
+OVERWRITING = frozenset(
+    {
+        "aten.copy_.default",
+        "aten.zero_.default",
+        "aten.fill_.Scalar",
+        "aten.fill_.Tensor",
+        "aten.bernoulli_.float",
+        "aten.uniform_.default",
+        "aten.normal_.default",
+    }
+)
+
 # Calls that read sizes of their arguments and no contents, and whose results are filled with one number or left as they
 # were: the same for every part of a batch.
 SAME_ANYWAY = UNWRITTEN | {
@@ -81,6 +118,7 @@ RELU, RELU_ITSELF, RELU_BACKWARD = "aten.relu.default", "aten.relu_.default", "a
 INDICES: Mapping[str, int] = MappingProxyType(
     {
         "aten.max_pool2d_with_indices.default": 2,
+        "lowtide.blocked_pool.default": 2,
         "aten.max_pool3d_with_indices.default": 3,
         "aten.adaptive_max_pool2d.default": 2,
         "aten.adaptive_max_pool3d.default": 3,

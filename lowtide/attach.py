@@ -19,13 +19,12 @@ from torch import nn
 
 from lowtide import graph, private, tree
 from lowtide.capture.door import refuse_at_the_door, refuse_to_run
-from lowtide.capture.optimizer import innermost, state_bytes
-from lowtide.captured import optimizers_of
+from lowtide.capture.optimizer import state_bytes
 from lowtide.errors import UsageError
 from lowtide.evaluation import Evaluation, budget_of
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
-from lowtide.handover import Autocast, Loop, sources_of, warn_of_copy
+from lowtide.handover import Autocast, Loop, made_among, sources_of, warn_of_copy
 from lowtide.plan import TIME_LIMIT
 from lowtide.wrap import Wrapped
 
@@ -73,7 +72,7 @@ def attach(
         tell=tell,
     )
     request.say(_counted(model, optimizer, state))
-    return Attached(request, optimizer)
+    return Attached(request)
 
 
 def detach(model: nn.Module) -> None:
@@ -89,17 +88,15 @@ def detach(model: nn.Module) -> None:
 class Attached:
     """What runs an attached model: its plans, one set for each way in which the caller casts."""
 
-    def __init__(self, request: Request, optimizer: Any = None) -> None:
+    def __init__(self, request: Request) -> None:
         self.model: nn.Module = request.model
         self.calls: Counter[str] = Counter()  # how many went which way
         self._request = request
         self.evaluation = Evaluation(request, self.model.forward)  # without gradients
-        self._loops: dict[Autocast | None, Loop] = {}
+        self._loops: dict[tuple[Autocast | None, frozenset[int]], Loop] = {}  # by how it is called
         self._latest: Loop | None = None
         self._before = self.model.__dict__.get("forward", MISSING)
         self._forward: Callable[..., Any] = self.model.forward
-        hooked = [innermost(one) for one in optimizers_of(optimizer)]
-        self._hooks = [one.register_step_pre_hook(self._make_room) for one in hooked]
         self._ours = MethodType(_standing_before(self._forward), self.model)
         self._put()
 
@@ -129,10 +126,11 @@ class Attached:
             return self._forward(*args, **kwargs)
         autocast = Autocast.now()
         with nullcontext() if autocast is None else torch.autocast("cpu", enabled=False):
-            loop = self._loops.get(autocast)
+            made: frozenset[int] = frozenset() if autocast is None else made_among(args, kwargs)
+            loop = self._loops.get((autocast, made))
             if loop is None:
-                loop = Loop(self._request, (args, kwargs), forward=self._forward, autocast=autocast)
-                self._loops[autocast] = loop
+                loop = Loop(self._request, (args, kwargs), forward=self._forward, autocast=autocast, made=made)
+                self._loops[autocast, made] = loop
             self._latest = loop
             return loop(args, kwargs)
 
@@ -142,8 +140,6 @@ class Attached:
             found = self.evaluation.find(args, kwargs, budget_of(self._request, self.fitted))
             if found is not None:
                 return self.evaluation.run(found, args, kwargs)
-        if self.fitted is not None:
-            self.fitted.give_back()
         return self._forward(*args, **kwargs)
 
     def _aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -170,15 +166,8 @@ class Attached:
         for key in KEYS:
             if key != "forward":
                 self.model.__dict__.pop(key, None)
-        for hook in self._hooks:
-            hook.remove()
         self._loops.clear()
         self._latest = None
-
-    def _make_room(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before an update: give the arena back where that and what the update makes are more than eager's peak."""
-        if self.fitted is not None:
-            self.fitted.give_back(sum(one.nbytes for group in optimizer.param_groups for one in group["params"]))
 
     def _put(self) -> None:
         own = (self, self._ours, self._deepcopy, self._reduce)

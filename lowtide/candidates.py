@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from lowtide.aten import ADD
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError
 from lowtide.graph import Graph
@@ -23,15 +24,15 @@ from lowtide.plan.infeasible import floor
 from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, Rewritten, Trail, apply
-from lowtide.rewrites import TRIED, Rewrite, exactness
+from lowtide.rewrite import EXACT, TRIED, Rewritten, Trail, apply
+from lowtide.rewrites import FORMS, STORED, Rewrite, exactness, name_part
 from lowtide.simulate import simulate
 
 if TYPE_CHECKING:
     from lowtide.choice import Leave
 
 AS_EAGER = {"sizes", "narrow", "offload"}  # rewrites after which eager's own program is still one of the graph
-ELSEWHERE = {"offload", "homes", *TRIED}  # rewrites that a plan brings with it: they need no leave, every bit stays
+BROUGHT = {"offload", "homes"} | {one.name for one in TRIED}  # by a plan: they need no leave, for every bit stays
 IN_PARTS = "microbatch"  # the rewrite whose setting is into how many parts all of the step goes
 MANY_OPS = 8_000  # ops of graphs planned with lossy rewrites, after which one that fits is good enough
 WORTH = 0.01  # of the step's seconds that a cut must save, where the layers fit as they are
@@ -48,6 +49,29 @@ class Effort:
 LOOK = Effort(0.0, explain=False)  # enough to see whether anything fits
 Search = Callable[[Graph, Costs, int, Effort], Plan]  # graph, costs, eager's peak, and how hard it tries
 Say = Callable[[str], None]
+
+
+class Prices:
+    """What graphs cost, each asked for once; at a `glance` bytes are measured, and seconds more or less."""
+
+    def __init__(self, full: Callable[[Graph], Costs], glance: Callable[[Graph], Costs] | None = None) -> None:
+        self._full, self._hurried = full, glance or full
+        self._known: dict[str, Costs] = {}
+        self._glances: dict[str, Costs] = {}
+
+    def __call__(self, graph: Graph) -> Costs:
+        """The costs of a graph."""
+        if graph.fingerprint not in self._known:
+            self._known[graph.fingerprint] = self._full(graph)
+        return self._known[graph.fingerprint]
+
+    def glance(self, graph: Graph) -> Costs:
+        """The same for a graph of which is asked whether anything fits at all."""
+        if graph.fingerprint in self._known:
+            return self._known[graph.fingerprint]
+        if graph.fingerprint not in self._glances:
+            self._glances[graph.fingerprint] = self._hurried(graph)
+        return self._glances[graph.fingerprint]
 
 
 @dataclass(frozen=True)
@@ -87,7 +111,7 @@ class Chooser:
     def __init__(
         self,
         graph: Graph,
-        price: Callable[[Graph], Costs],
+        price: Prices,
         search: Search,
         leave: Leave,
         say: Say,
@@ -100,8 +124,9 @@ class Chooser:
         self.eager: int | None = None  # bytes
         self.closed: set[tuple[str, ...]] = set()  # techniques that split, and are above the budget whatever is lost
         self.seen: dict[str, Graph] = {}  # the graph after rewrites, with few parts
+        self.lasting: dict[str, int] = {}  # bytes that persist, by what changes them
         self.trail, self.few = Trail(), Trail()  # the passes that were last run, and those with few parts
-        self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by the parts in which it runs
+        self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by what it is known by
         self.planned = 0  # ops of the graphs that were planned
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
@@ -117,14 +142,22 @@ class Chooser:
 
     def lossily(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and as few lossy techniques as can be, where nothing fits without."""
-        _, *levels = self.leave.levels(self.graph)
-        if levels and self.best is None:
+        if self.best is not None:
+            return
+        _, *levels = self.leave.levels(self.graph, self.useful())
+        if levels:
             self.close(levels[-1][-1])
         for level in levels:
             if self.best is None:
                 self.at_level(level, besides)
         if self.best is None and self.effort.explain:
             self.explain(self.leave.after(self.graph, ()), besides)
+
+    def useful(self) -> tuple[str, ...]:
+        """The lossy techniques that change anything here; the others would only stand in the way."""
+        rungs = ((name, self.leave.rungs(self.graph, name)) for name in self.leave.allowed.lossy)
+        tried = ((name, self.leave.apply(self.graph, found[-1:])) for name, found in rungs if found)
+        return tuple(name for name, found in tried if name in {one.name for one in found.rewrites})
 
     def exactly(self, milds: Sequence[tuple[Rewrite, ...]], besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with what changes the rounding at most; the quickest is kept, the exact one where it may be."""
@@ -158,11 +191,15 @@ class Chooser:
             self.say(f"trying {', '.join(map(str, rewrites))}")
         rewritten = self.leave.apply(self.graph, rewrites, self.trail)
         candidate, exact = rewritten.graph, exactness(rewritten.rewrites) == "bitwise"
-        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | ELSEWHERE:
+        if not exact and not {one.name for one in rewrites} <= {one.name for one in rewritten.rewrites} | BROUGHT:
             return None  # a technique found nothing to do here: the same was planned without it
         if not exact and self.above(candidate, roofline(candidate)):
             return None  # whatever is measured inside of ops
-        costs = self.price(candidate)
+        price = self.price.glance if effort is LOOK else self.price
+        costs = price(candidate)
+        if costs.differing:  # calls of other sizes than those that were tried
+            rewritten = self.leave.untried().apply(self.graph, rewrites)
+            candidate, costs = rewritten.graph, price(rewritten.graph)
         if self.eager is None:
             self.eager = eager_peak(self.graph, rewritten, costs, self.price)
         if quicker is not None and self.quickest(candidate, costs, exact=exact) * (1 + SAME_SECONDS) >= quicker:
@@ -213,21 +250,25 @@ class Chooser:
             return
         for lossy in level:
             milds = self.leave.after(self.graph, lossy)
-            if any(IN_PARTS in _names(mild) for mild in milds):  # which needs less than any other
-                milds = [mild for mild in milds if not mild or IN_PARTS in _names(mild)]
-            self.best = self.split(lossy, besides, milds, LOOK)
+            first = [mild for mild in milds if not mild or IN_PARTS in _names(mild)]  # which needs least, as a rule
+            self.best = self.split(lossy, besides, first, LOOK)
+            if self.best is None:
+                self.best = self.split(lossy, besides, [mild for mild in milds if mild not in first], LOOK)
             if self.best is not None:
                 self.relent(lossy, besides)
                 self.best = self.searched(self.best)
                 return
 
     def searched(self, found: Choice) -> Choice:
-        """What a look found, or a quicker plan of the same graph."""
+        """The plan of a graph that a look found, searched for as hard as any, with all that is measured."""
+        costs, effort = self.price(found.graph), replace(self.effort, explain=False)
         try:
-            plan = self.search(found.graph, found.costs, found.eager_peak, replace(self.effort, explain=False))
-        except BudgetError:
+            plan = self.search(found.graph, costs, found.eager_peak, effort)
+        except BudgetError:  # ops need more than at the glance
             return found
-        return replace(found, plan=replace(plan, rewrites=found.plan.rewrites)) if _is_quicker(plan, found) else found
+        if costs is found.costs and not _is_quicker(plan, found):
+            return found
+        return replace(found, costs=costs, plan=replace(plan, rewrites=found.plan.rewrites))
 
     def split(
         self,
@@ -285,12 +326,14 @@ class Chooser:
     def hopeless(self, rewrites: tuple[Rewrite, ...]) -> bool:
         """Whether what persists and one matrix product or the like are above the budget, seen without many parts.
 
-        A batch in two parts shows both: what persists is the same in any number of parts, and of what the products
-        read and make, all that has the size of such a part shrinks with it.
+        A batch in two parts shows both: what persists is the same in any number of parts, so are the sums of gradients
+        between them, and of what the products read and make, all that has the size of such a part shrinks with it.
         """
         budget = None if self.failure is None else self.failure.budget
         if budget is None:
             return False
+        if self.persistent(rewrites) > budget:
+            return True
         parts = next((int(one.setting or 2) for one in rewrites if one.name == IN_PARTS), 0)
         seen = tuple(replace(one, setting=2) if one.name == IN_PARTS else one for one in rewrites)
         key = " ".join(map(str, sorted(seen, key=lambda one: one.name)))
@@ -307,14 +350,22 @@ class Chooser:
             shrinks = [any(size and size % half == 0 for size in value.shape) for value in own]
             return sum(value.nbytes * (share if less else 1) for value, less in zip(own, shrinks, strict=True))
 
-        persistent = sum(graph.values[item.value].nbytes for item in graph.inputs if item.home == "device")
         least = max(map(need, _products(graph)), default=0) if parts and half else 0
-        return persistent + max(least, self.needs.get(self.parting(rewrites), 0)) > budget
+        return _persistent(graph) + _summed(graph) + max(least, self.needs.get(self.parting(rewrites), 0)) > budget
+
+    def persistent(self, rewrites: tuple[Rewrite, ...]) -> int:
+        """The bytes that are there between steps, seen of the whole batch."""
+        stored = tuple(one for one in rewrites if one.name in STORED)
+        key = " ".join(map(str, stored))
+        if key not in self.lasting:
+            self.lasting[key] = _persistent(self.leave.apply(self.graph, stored).graph)
+        return self.lasting[key]
 
     def parting(self, rewrites: tuple[Rewrite, ...]) -> str:
-        """By what the parts are known in which products run: the same ones need the same, whatever else is lost."""
+        """By what the products are known that run: the same ones need the same, whatever else is lost."""
         unalike = self.leave.unalike(rewrites)
-        return " ".join(sorted(str(one) for one in rewrites if one.exactness == "rounding" or one not in unalike))
+        split = (str(one) for one in rewrites if one.exactness == "rounding" or one not in unalike)
+        return " ".join(sorted((*split, *(one.name for one in rewrites if one.name in FORMS))))
 
 
 def _is_quicker(plan: Plan, found: Choice) -> bool:
@@ -330,6 +381,18 @@ def _names(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
     return tuple(one.name for one in rewrites)
 
 
+def _persistent(graph: Graph) -> int:
+    """The bytes of a graph that are on the device between steps."""
+    return sum(graph.values[item.value].nbytes for item in graph.inputs if item.home == "device")
+
+
+def _summed(graph: Graph) -> int:
+    """The bytes of the gradients of a first part that wait for those of others."""
+    gradients = [value for value, one in enumerate(graph.values) if one.kind == "gradient" and graph.maker[value] >= 0]
+    first = [value for value in gradients if graph.ops[graph.maker[value]].name.endswith(name_part("", 0))]
+    return sum(graph.values[v].nbytes for v in first if any(graph.ops[op].target == ADD for op in graph.readers[v]))
+
+
 def _products(graph: Graph) -> list[int]:
     """The matrix products, convolutions and the like: they write over nothing."""
     return [op for op in graph.ordinary if is_product(graph.ops[op].target) and not graph.ops[op].updates]
@@ -342,6 +405,6 @@ def _own(graph: Graph, op: int) -> list[int]:
 
 
 def _need(graph: Graph, costs: Costs, op: int) -> int:
-    """The bytes that an op needs, with what was measured inside; without parameters, which other forms copy for it."""
-    own = (value for value in _own(graph, op) if graph.values[value].kind != "parameter")
+    """The bytes that an op needs, with what was measured inside; without weights and gradients, whose forms differ."""
+    own = (value for value in _own(graph, op) if graph.values[value].kind not in ("parameter", "gradient"))
     return sum(costs.nbytes[value] for value in own) + costs.fewest_temporaries(op)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
 from lowtide import device as devices
 from lowtide.budget import read_budget
-from lowtide.candidates import ELSEWHERE, Choice, Chooser, Effort, Say, Search, eager_peak, eager_step
+from lowtide.candidates import BROUGHT, LOOK, Choice, Chooser, Effort, Prices, Say, Search, eager_peak, eager_step
 from lowtide.check import check
 from lowtide.costs import Costs, lanes
 from lowtide.device.disk import choose_folder
@@ -24,11 +24,23 @@ from lowtide.plan.problem import problem
 from lowtide.plan.settings import SAME_SECONDS
 from lowtide.program import Plan, Program, rewrites_of
 from lowtide.resized import Resized
-from lowtide.rewrite import EXACT, Rewritten, Trail, apply, leaving_bytes, named, offload, seen_after
-from lowtide.rewrites import KEEPS, LOSSY_ORDER, NOTHING, ROUNDING, TRIED, Allowed, Rewrite, exactness, has_tried
+from lowtide.rewrite import EXACT, TRIED, Rewritten, Trail, apply, leaving_bytes, named, offload, seen_after
+from lowtide.rewrites import (
+    BY_NAME,
+    EXACTNESS,
+    KEEPS,
+    LOSSY_ORDER,
+    NOTHING,
+    ROUNDING,
+    Allowed,
+    Rewrite,
+    exactness,
+    has_tried,
+)
+from lowtide.trials import with_tried
 
 __all__ = [
-    "ELSEWHERE",
+    "BROUGHT",
     "EXACTLY",
     "FREE",
     "Away",
@@ -45,7 +57,6 @@ __all__ = [
 
 FREE = 0.9  # of the bytes that are free, here or in another place: what may be used where nothing is said
 HINT_PARTS = 16  # that an error tries to run a step in, at most: its graph grows with them
-TRIALS = 4  # of a rewrite, each without the calls that lacked torch's bits in the one before
 HINT_SECONDS = 2.0  # after which an error no longer looks for what would help
 
 
@@ -132,6 +143,11 @@ class Leave:
         missing = [name for name, _ in self.allowed.named if named(name) is None]
         if missing:
             raise UsageError(f"there is no {', '.join(missing)} here yet.", hint="leave it out of allow.")
+        known = (*ROUNDING, *LOSSY_ORDER, *BY_NAME, *(one.name for one in TRIED))
+        if strange := [name for name in self.allowed.refused if name not in known]:
+            raise UsageError(
+                f"there is no {', '.join(strange)} that could be refused.", hint=f"there are {', '.join(known)}."
+            )
         if unborne := [name for name, _ in self.allowed.named if name in self.without]:
             raise UsageError(
                 f"{', '.join(unborne)} would store parameters and optimizer state otherwise: here your loop has them.",
@@ -159,14 +175,14 @@ class Leave:
         then = replace(self, resized=sizes)
         return first + [rungs[0] for name in names if not _is_alike(name) and (rungs := then.rungs(seen, name))]
 
-    def levels(self, graph: Graph) -> list[list[tuple[Rewrite, ...]]]:
+    def levels(self, graph: Graph, useful: Sequence[str] | None = None) -> list[list[tuple[Rewrite, ...]]]:
         """What loses more, if allowed: nothing first, then one technique after the other besides those before.
 
         At each level the mildest settings come first, and of two techniques the one that is taken later is spared more.
         """
         found: list[list[tuple[Rewrite, ...]]] = [[()]]
         taken: list[list[Rewrite]] = []
-        for name in self.allowed.lossy:
+        for name in self.allowed.lossy if useful is None else useful:
             rungs = self.rungs(graph, name)
             if rungs:
                 taken = [*(before for before in taken if before[0].name != _replaced(name)), rungs]
@@ -189,6 +205,14 @@ class Leave:
         said = self.allowed.setting(name)
         settings = one.settings(graph, self.resized)
         return [one.by(setting) for setting in (settings if said is None else settings and (said,))]
+
+    def untried(self) -> Leave:
+        """The same without calls of ours in place of torch's."""
+        return replace(self, always=tuple(one for one in self.always if not one.tried))
+
+    def refusing_tried(self) -> Leave:
+        """The same, and no calls of ours are to be tried."""
+        return replace(self, allowed=replace(self.allowed, refused=tuple(one.name for one in TRIED)))
 
     def apply(self, graph: Graph, rewrites: Iterable[Rewrite], trail: Trail | None = None) -> Rewritten:
         """The graph after these passes and all that keep every bit."""
@@ -216,59 +240,59 @@ def choose(
     leave: Leave = EXACTLY,
     away: Away | None = None,
     could: Away | None = None,
+    glance: Callable[[Graph], Costs] | None = None,
     say: Say = lambda words: None,
 ) -> Choice:
     """The quickest plan of a captured graph, with the least that must be allowed.
 
     `search` plans a graph with its costs, given eager's peak in bytes. With a place to go to, values may wait there;
     and where that is quicker, or nothing else fits, optimizer state and then parameters live there between steps. An
-    error says what would fit if there were a place to go to that is only named (`could`).
+    error says what would fit if there were a place to go to that is only named (`could`). At a `glance` prices are
+    those of bytes, and seconds are known more or less: enough to see whether anything fits.
     """
-    tried = _tried(graph, price, leave, say)
-    if tried:
-        try:
-            return _choose(graph, price, search, replace(leave, always=(*leave.always, *tried)), away, None, say)
-        except BudgetError:
-            say(f"nothing fits with {', '.join(map(str, tried))}: planning without")
-    return _choose(graph, price, search, leave, away, could, say)
+    price = Prices(price, glance)
+    if _beyond_exact(graph, price, search, leave, away):  # what saves time need not be tried
+        return _choose(graph, price, search, leave, away, could, say)
+    trying, seconds = with_tried(leave, graph, price, say)
+    if trying is leave:
+        return _choose(graph, price, search, leave, away, could, say)
+    try:
+        found = _choose(graph, price, search, trying, away, None, say)
+    except BudgetError:
+        say("nothing fits with kernels of ours: planning without")
+        return _choose(graph, price, search, leave, away, could, say)
+    kept = exactness(found.plan.rewrites)
+    if found.plan.seconds <= seconds and kept == "bitwise":
+        return found  # sooner than the step without them, even if that fitted as it is
+    try:  # what was found with loss is sought again only as far as it changes less
+        again = leave if kept != "lossy" else replace(leave, allowed=leave.allowed.milder)
+        plain = _choose(graph, price, search, again, away, None, say)
+    except BudgetError:
+        return found
+    return min(found, plain, key=_merit)
 
 
-def _tried(graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> tuple[Rewrite, ...]:
-    """Of the bitwise rewrites that are taken by name, those with torch's bits and less time, as measured here."""
-    found = [_with_bits(name, graph, price, leave, say) for name in TRIED if name in leave.allowed]
-    return tuple(one for one in found if one is not None)
+def _beyond_exact(graph: Graph, price: Prices, search: Search, leave: Leave, away: Away | None) -> bool:
+    """Whether one op or what persists is above the budget as long as nothing is lost, with kernels of ours or without.
+
+    Then only a lossy plan can fit, and there kernels that are tried seldom stand for calls of the same sizes.
+    """
+    if not leave.allowed.lossy or away is not None:
+        return False
+    chooser = Chooser(graph, price, search, leave, lambda words: None)
+    chooser.attempt((), effort=LOOK)
+    tried = [one.by() for one in TRIED if one.name not in leave.allowed.refused]
+    graphs = [leave.apply(graph, ()).graph, leave.apply(graph, tried).graph]
+    return not chooser.fits and all(chooser.above(one, roofline(one)) for one in graphs)
 
 
-def _with_bits(name: str, graph: Graph, price: Callable[[Graph], Costs], leave: Leave, say: Say) -> Rewrite | None:
-    """The rewrite without those ops whose trial showed other bits than torch's; None where it does not pay then."""
-    one, captured = named(name), {op.name for op in graph.ops}
-    assert one is not None
-    plain, without = leave.apply(graph, ()).graph, set[str]()
-    before = price(plain)
-    for _ in range(TRIALS):
-        rewrite = one.by("+".join(sorted(without)) or None)
-        changed = leave.apply(graph, (rewrite,)).graph
-        if changed.fingerprint == plain.fingerprint:
-            return None
-        costs = price(changed)
-        if costs.differing is None:
-            say(f"{name}: not taken, for only measured costs tell whether every bit is torch's")
-            return None
-        differing = {changed.ops[op].name for op in costs.differing}
-        if not differing:
-            seconds = [sum(of.seconds[op] for op in seen.ordinary) for seen, of in ((plain, before), (changed, costs))]
-            say(f"{name}: every call has torch's bits; {seconds[1]:.3g} s, {seconds[0]:.3g} s without")
-            return rewrite if seconds[1] < seconds[0] else None
-        if not differing <= captured - without:  # a conversion, which is nobody else's
-            break
-        without |= differing
-    say(f"{name}: not taken, for here some calls have other bits than torch's")
-    return None
+def _merit(found: Choice) -> tuple[int, float]:
+    return EXACTNESS.index(exactness(found.plan.rewrites)), found.plan.seconds
 
 
 def _choose(
     graph: Graph,
-    price: Callable[[Graph], Costs],
+    price: Prices,
     search: Search,
     leave: Leave,
     away: Away | None,
@@ -294,10 +318,11 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
     it does not fit. All of these searches together have the time limit once more.
     """
     rungs, leave = away.homes(chooser.graph), chooser.leave
+    exactly = replace(leave, allowed=NOTHING)
     chooser.effort = Effort(explain=not rungs)
     chooser.mildly(away.rewrites())
     here = chooser.best is not None
-    chooser.effort, chooser.leave = Effort(1 / max(1, len(rungs)), explain=False), EXACTLY
+    chooser.effort, chooser.leave = Effort(1 / max(1, len(rungs)), explain=False), exactly
     for homes in rungs if here else reversed(rungs):
         best = chooser.best
         if best is not None and best.plan.seconds <= best.plan.base_seconds * (1 + SAME_SECONDS):
@@ -308,7 +333,7 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
     chooser.leave, chooser.effort = leave, Effort(explain=not rungs)
     chooser.lossily(away.rewrites())
     if chooser.best is None and rungs:  # with all of it elsewhere least is needed
-        chooser.leave, chooser.effort = EXACTLY, Effort(0.0)
+        chooser.leave, chooser.effort = exactly, Effort(0.0)
         chooser.take(away.rewrites(max(rungs)))
 
 
@@ -404,7 +429,9 @@ def given(
             f"the plan changes the step by {', '.join(map(str, changing))}: {KEEPS[exactness(changing)]}.",
             hint=f'a plan with {why} needs leave here too: allow="{said}" (--allow {said}).',
         )
-    rewritten = leave.apply(graph, [*changing, *(one for one in known if one.name in ELSEWHERE)])
+    if unwanted := [one.name for one in known if one.name in leave.allowed.refused]:
+        raise FileError(f"the plan has {', '.join(unwanted)}, which is refused here.", hint="plan the step without it.")
+    rewritten = leave.apply(graph, [*changing, *(one for one in known if one.name in BROUGHT)])
     candidate = rewritten.graph
     if isinstance(plan, Plan) and plan.program.graph != candidate.fingerprint:
         raise UsageError("the plan is one of another step.", hint="plan this step.")

@@ -85,7 +85,8 @@ class Evaluation:
                 self._fits = size, peak
             return None
         self._request.say(f"eager's forward would hold {peak:,} bytes: it is planned")
-        return Fitted(replace(self._request, step=step, budget=budget, beside=0, plan=None), batch)
+        wanted = LEAST if self._request.budget == LEAST else budget  # a larger batch than those of training needs more
+        return Fitted(replace(self._request, step=step, budget=wanted, beside=0, plan=None), batch)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -67,7 +66,10 @@ class Loop:
         *,
         forward: Callable[..., Any] | None = None,
         autocast: Autocast | None = None,
+        made: frozenset[int] = frozenset(),
     ) -> None:
+        """`made` are the tensors given, by place, that ops have made."""
+        self._made = made
         self._model, self._budget = request.model, request.budget
         self._forward, self._autocast = forward or request.model, autocast
         self._habits: tuple[Habit, ...] = ()
@@ -92,7 +94,7 @@ class Loop:
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
         roots = handed_over(half, self, sources_of(self._model, args, kwargs), ends.roots)
-        return ends.build([*roots, *half.outputs[len(roots) :]])
+        return ends.build([*roots, *half.pass_on()[len(roots) :]])
 
     @property
     def _uses(self) -> str:
@@ -102,9 +104,11 @@ class Loop:
 
     @property
     def outstanding(self) -> tuple[int, int]:
-        """How many forwards wait for their backward, and the bytes that they hold together."""
-        waiting = [half.halves.runner.program.arena for half in self._begun if not half.done]
-        return len(waiting), sum(waiting)
+        """How many forwards wait for their backward, and the bytes that they hold until the last one has had it."""
+        waiting = [half for half in self._begun if not half.done]
+        held = [half.holds for half in waiting]
+        more = (half.halves.runner.program.arena - one for half, one in zip(waiting, held, strict=True))
+        return len(waiting), sum(held) + max(more, default=0)  # one at a time goes on, with all that its backward needs
 
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
@@ -176,7 +180,7 @@ class Loop:
         return half.again(_halves(fit))
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
-        step = Whole(self._forward, self._habits, self._autocast)
+        step = Whole(self._forward, self._habits, self._autocast, self._made)
         captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
@@ -213,15 +217,20 @@ class Whole:
     """The step that is planned: forward, handover, backward."""
 
     def __init__(
-        self, forward: Callable[..., Any], habits: tuple[Habit, ...] = (), autocast: Autocast | None = None
+        self,
+        forward: Callable[..., Any],
+        habits: tuple[Habit, ...] = (),
+        autocast: Autocast | None = None,
+        made: frozenset[int] = frozenset(),
     ) -> None:
         self.ends: Ends | None = None  # known after it was traced
-        self._forward, self._habits, self._autocast = forward, habits, autocast
+        self._forward, self._habits, self._autocast, self._made = forward, habits, autocast, made
         self._mark = torch.zeros(1)  # what the handover writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sources, views = sources_of(model, args, kwargs), _as_made(args, kwargs, self._made)
         with contextlib.nullcontext() if self._autocast is None else self._autocast.context():
-            result = self._forward(*args, **kwargs)
+            result = self._forward(*_replaced(args, views), **_replaced(kwargs, views))
         leaves, structure = tree.flatten(result)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         roots = [leaf for leaf in tensors.values() if leaf.requires_grad]
@@ -232,14 +241,16 @@ class Whole:
             )
         others = [leaf for leaf in tensors.values() if not leaf.requires_grad]
         order = {id(leaf): place for place, leaf in enumerate([*roots, *others])}
-        sources = sources_of(model, args, kwargs)
         handed = tuple(order.get(id(leaf), (leaf,)) for leaf in leaves)
         habits = list(self._habits) if len(self._habits) == len(roots) else _first_habits(result, roots)
         strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
         used = [place for place, one in enumerate(strides) if one is not None]
-        shared = _shared([roots[place] for place in used], sources)
+        stand_ins = {place: views[id(one)] for place, one in enumerate(sources) if id(one) in views}
+        uses = _uses([roots[place] for place in used], sources, stand_ins)
+        shared = frozenset(place for place, found in uses.items() if len(found) > 1)
         if self._autocast is not None:  # eager adds gradients of a weight that was cast once in the cast's precision
-            shared |= {place for place, source in enumerate(sources) if source.dtype == torch.float32}
+            once = (place for place in range(len(sources)) if place not in stand_ins)
+            shared |= {place for place in once if sources[place].dtype == torch.float32}
         self.ends = Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
@@ -273,21 +284,35 @@ def _first_habits(result: Any, roots: Sequence[Tensor]) -> list[Habit]:
     return ["alike" if not named or root is loss else None for root in roots]
 
 
-def _shared(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> frozenset[int]:
-    """The places of those sources that autograd adds up several gradients of."""
-    places = {id(source): place for place, source in enumerate(sources)}
-    uses = Counter(places[id(root)] for root in roots if id(root) in places)
-    seen, waiting = set(), [root.grad_fn for root in roots]
+Edge = tuple[Any, int]  # a node of autograd, and which of its results goes on
+
+
+def _uses(
+    roots: Sequence[Tensor], sources: Sequence[Tensor], stand_ins: Mapping[int, Tensor]
+) -> dict[int, list[Edge | None]]:
+    """For each source, by place, what gives autograd a gradient of it; None: it is a root itself.
+
+    Where a source has a stand-in, a view of it, that is what is used.
+    """
+    places: dict[Any, int] = {id(source): place for place, source in enumerate(sources) if place not in stand_ins}
+    nodes = {stand_in.grad_fn: place for place, stand_in in stand_ins.items()}
+    found: dict[int, list[Edge | None]] = {}
+    for root in roots:
+        place = places.get(id(root), nodes.get(root.grad_fn))
+        if place is not None:
+            found.setdefault(place, []).append(None)
+    seen, waiting = {*nodes}, [root.grad_fn for root in roots]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        for following, _ in node.next_functions:
+        for number, (following, _) in enumerate(node.next_functions):
             waiting.append(following)
-            place = places.get(id(getattr(following, "variable", None)))
-            uses.update(() if place is None else (place,))
-    return frozenset(place for place, count in uses.items() if count > 1)
+            place = nodes.get(following, places.get(id(getattr(following, "variable", None))))
+            if place is not None:
+                found.setdefault(place, []).append((node, number))
+    return found
 
 
 def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
@@ -330,6 +355,23 @@ def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among arguments."""
     leaves, _ = tree.flatten((args, kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def made_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """The tensors among arguments, by place, that ops have made and that get a gradient."""
+    given = enumerate(given_to(args, kwargs))
+    return frozenset(place for place, one in given if one.requires_grad and one.grad_fn is not None)
+
+
+def _as_made(args: tuple[Any, ...], kwargs: dict[str, Any], made: frozenset[int]) -> dict[int, Tensor]:
+    """For the tensors at these places a view of each, by its id: what ops have made, autocast casts at each use."""
+    return {id(one): one.view_as(one) for place, one in enumerate(given_to(args, kwargs)) if place in made}
+
+
+def _replaced(arguments: Any, views: Mapping[int, Tensor]) -> Any:
+    """The arguments with these views in place of their tensors."""
+    leaves, structure = tree.flatten(arguments)
+    return structure.build([views.get(id(leaf), leaf) for leaf in leaves])
 
 
 def detached(batch: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -90,7 +90,8 @@ try:
     function_mode_count = torch._C._len_torch_function_stack
     # Settings that a captured step depends on, read before every step.
     mkldnn_enabled = torch._C._get_mkldnn_enabled
-    matmul_precision = torch._C._get_float32_matmul_precision
+    # How many bits of a float count in a product, by library and kind of op.
+    product_precision = torch._C._get_fp32_precision_getter
     innermost_transform = torch._C._functorch.peek_interpreter_stack
     # The trace that torch.jit.trace makes, if one is being made.
     jit_state = torch._C._get_tracing_state
@@ -242,6 +243,9 @@ def traced_by_others() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
+USUAL_PRECISION = ("highest", *["ieee"] * 4)  # all bits of a float count
+
+
 def autocast_state() -> tuple[Any, ...] | None:
     """What autocast does to calls on the CPU; None where it is off."""
     if not torch._C._is_any_autocast_enabled():
@@ -256,6 +260,18 @@ def deterministic_state() -> tuple[bool, bool, bool]:
         torch._C._get_deterministic_algorithms_warn_only(),
         torch._C._get_deterministic_fill_uninitialized_memory(),
     )
+
+
+def precision() -> tuple[str, ...]:
+    """How many bits of a float count in products: what torch is told for all of them, and for each library's."""
+    kinds = (("generic", "all"), ("mkldnn", "all"), ("mkldnn", "conv"), ("mkldnn", "matmul"))
+    told = (str(product_precision(*kind)) for kind in kinds)
+    return torch.get_float32_matmul_precision(), *("ieee" if one == "none" else one for one in told)
+
+
+def usual_arithmetic() -> bool:
+    """Whether kernels are chosen, and numbers rounded, as in a process that was told nothing."""
+    return mkldnn_enabled() and precision() == USUAL_PRECISION and not deterministic_state()[0]
 
 
 def attention_kernels() -> tuple[bool, bool, bool]:

@@ -93,7 +93,6 @@ class Wrapped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model makes of these arguments; under `torch.no_grad()` the model itself does it."""
         if not torch.is_grad_enabled():
-            self.fitted.give_back()  # an evaluation wants memory, too
             return self.unwrapped(*args, **kwargs)
         _refuse_autocast()
         return self._loop(args, kwargs)

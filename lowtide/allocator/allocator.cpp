@@ -63,11 +63,13 @@ class Ledger {
   // Returns the number of the block.
   int64_t born(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
     std::lock_guard<std::mutex> guard(lock);
+    make_room(nbytes, nbytes);
     // An address that is still in the table was freed behind our back, while we were not installed. No meter ran
     // then, so none is told.
     Block block{nbytes, born_, free};
     alive_.insert_or_assign(pointer, block);
     ++born_;
+    live_ += nbytes;
     count(nbytes);
     note(kAlloc, block);
     return block.number;
@@ -82,6 +84,7 @@ class Ledger {
     }
     block = found->second;
     alive_.erase(found);
+    live_ -= block.nbytes;
     count(-block.nbytes);
     note(kFree, block);
     return true;
@@ -89,13 +92,62 @@ class Ledger {
 
   // The functions below expect the caller to hold the lock.
 
-  // Tells all meters of bytes that came or went.
+  // Puts a block into an arena, at an offset that is free.
+  void* take(Arena& arena, int64_t offset, int64_t nbytes) {
+    make_room(nbytes, arena.adds(offset, nbytes));
+    const int64_t before = arena.held();
+    void* pointer = arena.take(offset, nbytes);
+    live_ += nbytes;
+    level(arena.held() - before);
+    return pointer;
+  }
+
+  void drop(Arena& arena, const void* pointer) {
+    const int64_t before = arena.held();
+    live_ -= arena.drop(pointer);
+    level(arena.held() - before);
+    exhausted_ = false;
+    if (arena.unmap_if_done()) {
+      level(-arena.held());
+    }
+  }
+
+  // An arena that nobody will use again holds no more than the tensors that are in it.
+  void left(Arena& arena) {
+    arena.leave();
+    level(arena.unmap_if_done() ? -arena.held() : -arena.give(arena.nbytes));
+  }
+
+  // Without arenas the program would add so many bytes to the tensors that are there.
+  void expect(int64_t nbytes) {
+    plain_ = std::max(plain_, live_ + nbytes);
+  }
+
+  // A step begins, or goes on: it needs the pages of its arena.
+  void begun(Arena* arena) {
+    ++steps_;
+    if (arena != nullptr) {
+      ++arena->running;
+    }
+  }
+
+  void stopped(Arena* arena) {
+    --steps_;
+    if (arena != nullptr) {
+      --arena->running;
+      exhausted_ = false;
+    }
+  }
+
+  // Nobody has counted for a while.
+  void begin_to_count() {
+    plain_ = live_;
+  }
+
+  // Tells all meters of a block that came or went.
   void count(int64_t nbytes) {
-    each_meter([nbytes](Meter& meter) {
-      meter.current += nbytes;
-      meter.peak = std::max(meter.peak, meter.current);
-      meter.allocations += nbytes > 0;
-    });
+    level(nbytes);
+    each_meter([nbytes](Meter& meter) { meter.allocations += nbytes > 0; });
   }
 
   int64_t start_meter() {
@@ -147,6 +199,38 @@ class Ledger {
   }
 
  private:
+  // Tells all meters of memory that came or went.
+  void level(int64_t nbytes) {
+    held_ += nbytes;
+    each_meter([nbytes](Meter& meter) {
+      meter.current += nbytes;
+      meter.peak = std::max(meter.peak, meter.current);
+    });
+  }
+
+  // Before tensors of so many bytes come, and so many bytes of memory with them: where that is more than the program
+  // would ever have held without arenas, those that no step runs in give back pages that no tensor is in.
+  void make_room(int64_t live, int64_t nbytes) {
+    if (steps_ == 0) {
+      plain_ = std::max(plain_, live_ + live);
+    }
+    int64_t wanted = held_ + nbytes - plain_;
+    if (wanted <= 0 || exhausted_) {
+      return;
+    }
+    for (const bool empty : {true, false}) {
+      Arena::find([&](Arena& arena) {
+        if (arena.running == 0 && empty == (arena.used() == 0)) {
+          const int64_t given = arena.give(wanted);
+          level(-given);
+          wanted -= given;
+        }
+        return wanted <= 0;
+      });
+    }
+    exhausted_ = wanted > 0;
+  }
+
   template <typename Function>
   void each_meter(Function function) {
     for (uint64_t rest = running_; rest != 0; rest &= rest - 1) {
@@ -171,6 +255,13 @@ class Ledger {
 
   std::unordered_map<void*, Block> alive_;
   int64_t born_ = 0;
+
+  // Bytes, all counted from the same unknown level.
+  int64_t live_ = 0;   // of tensors, in arenas or not
+  int64_t held_ = 0;   // of tensors outside of arenas, and of pages of arenas
+  int64_t plain_ = 0;  // the most that the program would have held without arenas, as far as that was seen
+  int64_t steps_ = 0;  // that run now
+  bool exhausted_ = false;  // no arena has anything to give
 
   std::array<Meter, kMeters> meters_;
   uint64_t running_ = 0;
@@ -204,7 +295,7 @@ void give_back(void* pointer, int64_t nbytes, c10::DeleterFnPtr free) {
 void release(void* pointer) {
   if (Arena* arena = arena_of(pointer)) {
     std::lock_guard<std::mutex> guard(ledger().lock);
-    arena->drop(pointer);
+    ledger().drop(*arena, pointer);
     return;
   }
   Block block;
@@ -225,7 +316,8 @@ class LowtideAllocator final : public c10::Allocator {
     Step* step = stepping;
     if (step != nullptr && nbytes > 0 && !step->learns()) {
       std::lock_guard<std::mutex> guard(ledger().lock);
-      if (void* place = step->place(nbytes)) {
+      if (const int64_t offset = step->place(nbytes); offset != kNowhere) {
+        void* place = ledger().take(*step->arena, offset, nbytes);
         return {place, place, &release, c10::DeviceType::CPU};
       }
     }
@@ -277,8 +369,11 @@ LowtideAllocator& ours() {
 class Installation {
  public:
   bool enter() {
-    if (users_ == 0 && !install()) {
-      return false;
+    if (users_ == 0) {
+      if (!install()) {
+        return false;
+      }
+      ledger().begin_to_count();
     }
     ++users_;
     return true;
@@ -446,12 +541,12 @@ void lowtide_record_take(int64_t* numbers) {
   std::copy_n(reinterpret_cast<const int64_t*>(events.data()), 3 * events.size(), numbers);
 }
 
-// Maps an arena; null where the system has not that much.
+// Maps an arena; null where the system has not that much. As long as there is one, our allocator sees what others need.
 Arena* lowtide_arena_map(int64_t nbytes) {
   Arena* arena = Arena::make(nbytes);
   if (arena != nullptr) {
     Guard guard(ledger().lock);
-    ledger().count(nbytes);
+    arena->counted = installation.enter();
   }
   return arena;
 }
@@ -459,8 +554,16 @@ Arena* lowtide_arena_map(int64_t nbytes) {
 // The arena is unmapped now, or when the last tensor in it is gone.
 void lowtide_arena_unmap(Arena* arena) {
   Guard guard(ledger().lock);
-  ledger().count(-arena->nbytes);
-  arena->leave();
+  ledger().left(*arena);
+  if (std::exchange(arena->counted, false)) {
+    installation.leave();
+  }
+}
+
+// The bytes of its pages that were not given back.
+int64_t lowtide_arena_held(const Arena* arena) {
+  Guard guard(ledger().lock);
+  return arena->held();
 }
 
 // Where the allocations of each instruction go: those of instruction k are the entries from start[k] to start[k + 1].
@@ -483,8 +586,8 @@ void lowtide_tape_drop(Tape* tape) {
 }
 
 // From here on the allocations of this thread are those of a step: they go where the tape says or, without one, are
-// written down. The cursor is the instruction that runs; the number is nobody else's. Returns zero, kRefused or
-// kNoMemory.
+// written down; with a tape and no arena they go where all others go. The cursor is the instruction that runs; the
+// number is nobody else's. Returns zero, kRefused or kNoMemory.
 int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor) {
   Guard guard(ledger().lock);
   if (!installation.enter()) {
@@ -496,14 +599,23 @@ int64_t lowtide_step_begin(int64_t number, Arena* arena, const Tape* tape, const
     return kNoMemory;
   }
   stepping = step;
+  ledger().begun(arena);
   return 0;
+}
+
+// Eager's step would add so many bytes to what is there now.
+void lowtide_step_expect(int64_t nbytes) {
+  Guard guard(ledger().lock);
+  ledger().expect(nbytes);
 }
 
 // Ends this step, of this thread or paused, and returns it, for lowtide_step_take; null where it has ended already.
 Step* lowtide_step_end(int64_t number) {
   Guard guard(ledger().lock);
   Step* step = take_out(stepping, number);
-  if (step == nullptr) {
+  if (step != nullptr) {
+    ledger().stopped(step->arena);
+  } else {
     step = take_out(paused, number);
   }
   if (step != nullptr) {
@@ -520,17 +632,32 @@ void lowtide_step_pause(int64_t number) {
   if (Step* step = take_out(stepping, number)) {
     step->outer = paused;
     paused = step;
+    ledger().stopped(step->arena);
   }
 }
 
-// This thread goes on with a step that was paused, and that has so many more bytes now.
-void lowtide_step_resume(int64_t number, int64_t nbytes) {
+// This thread goes on with a step that was paused, and that has so many more bytes now. In its place eager's would have
+// `eager` bytes at most from here on.
+void lowtide_step_resume(int64_t number, int64_t nbytes, int64_t eager) {
   Guard guard(ledger().lock);
   if (Step* step = take_out(paused, number)) {
     step->outer = stepping;
+    ledger().expect(eager - step->holds() - nbytes);
+    ledger().begun(step->arena);
     step->given(nbytes);
     stepping = step;
   }
+}
+
+// The bytes that a step holds which is paused; zero where there is none of this number.
+int64_t lowtide_step_holds(int64_t number) {
+  Guard guard(ledger().lock);
+  for (const Step* step = paused; step != nullptr; step = step->outer) {
+    if (step->number == number) {
+      return step->holds();
+    }
+  }
+  return 0;
 }
 
 // Writes the most bytes outside the arena, the allocations that had a place, those that did not follow the tape, and

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "pages.hpp"
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,9 +19,10 @@ namespace {
 
 constexpr int64_t kMapped = 1 << 16;   // bytes from which a block of a step that learns is mapped by itself
 constexpr int64_t kHuge = 2 << 20;     // bytes of a huge page
-constexpr int64_t kPage = 1 << 12;
+constexpr int64_t kChunk = 16 * kPage;  // bytes: no less is given back at a time
 constexpr int64_t kMost = int64_t{1} << 56;  // bytes, of an arena: no system has more
 constexpr int64_t kOnAShelf = 64;  // arenas
+constexpr int64_t kNowhere = -1;   // in place of an offset
 
 constexpr int kUsed = PROT_READ | PROT_WRITE;
 
@@ -62,7 +65,12 @@ class Arena {
     if (slack > 0) {
       madvise(base, pages, MADV_HUGEPAGE);
     }
-    auto* arena = new (std::nothrow) Arena(nbytes, base);
+    Arena* arena = nullptr;
+    try {
+      arena = new Arena(nbytes, base);
+    } catch (const std::bad_alloc&) {
+      // there is none
+    }
     if (arena == nullptr || !arena->enter()) {
       munmap(base, pages);
       delete arena;
@@ -85,37 +93,67 @@ class Arena {
     return nullptr;
   }
 
-  // Puts a block at this offset; null where one that should be gone is still there, or where there is no such place.
-  void* take(int64_t offset, int64_t size) {
+  // Whether a block may be put at this offset: not where one that should be gone is still there, nor beyond the end.
+  bool free(int64_t offset, int64_t size) const {
     if (offset < 0 || size <= 0 || offset > nbytes || size > nbytes - offset) {
-      return nullptr;
+      return false;
     }
     const auto next = blocks_.lower_bound(offset);
-    if (next != blocks_.end() && next->first < offset + size) {
-      return nullptr;
-    }
-    if (next != blocks_.begin() && std::prev(next)->second > offset) {
-      return nullptr;
-    }
-    blocks_.emplace_hint(next, offset, offset + size);
+    return (next == blocks_.end() || next->first >= offset + size) &&
+           (next == blocks_.begin() || std::prev(next)->second <= offset);
+  }
+
+  // The bytes that a block at this offset would add to what is held.
+  int64_t adds(int64_t offset, int64_t size) const {
+    return size - pages_.spare(offset, offset + size);
+  }
+
+  // Puts a block at an offset that is free.
+  void* take(int64_t offset, int64_t size) {
+    blocks_.emplace(offset, offset + size);
+    pages_.take(offset, offset + size);
     used_ += size;
     return base + offset;
   }
 
-  void drop(const void* pointer) {
+  // Takes a block out, and returns its bytes.
+  int64_t drop(const void* pointer) {
     const auto found = blocks_.find(static_cast<const char*>(pointer) - base);
     if (found == blocks_.end()) {
-      return;
+      return 0;
     }
-    used_ -= found->second - found->first;
+    const auto [start, end] = *found;
+    pages_.drop(start, end);
+    used_ -= end - start;
     blocks_.erase(found);
-    unmap_if_done();
+    return end - start;
+  }
+
+  // Gives so many bytes back to the system, or a few more, or all that no block needs; returns how many.
+  int64_t give(int64_t wanted) {
+    const int64_t least = std::clamp(nbytes / 32, kChunk, kHuge);
+    const int64_t step = nbytes >= 32 * kHuge ? kHuge : kPage;  // huge pages stay whole
+    return pages_.give((std::max(wanted, least) + step - 1) / step * step);
   }
 
   // Its owner lets go of it.
   void leave() {
     owned_ = false;
-    unmap_if_done();
+  }
+
+  // Unmaps it if it has no owner and no block. The few bytes of this object stay: others may look for their arena.
+  bool unmap_if_done() {
+    if (owned_ || !blocks_.empty()) {
+      return false;
+    }
+    slot_->store(nullptr);
+    munmap(base, nbytes);
+    return true;
+  }
+
+  // The bytes of its blocks, and of pages that it holds beside them.
+  int64_t held() const {
+    return used_ + pages_.spare();
   }
 
   int64_t blocks() const {
@@ -133,7 +171,7 @@ class Arena {
     std::atomic<Shelf*> next{nullptr};
   };
 
-  Arena(int64_t nbytes, char* base) : nbytes(nbytes), base(base) {}
+  Arena(int64_t nbytes, char* base) : nbytes(nbytes), base(base), pages_(base, nbytes) {}
 
   static Shelf& first() {
     static Shelf shelf;  // nothing is done at the end of the process
@@ -166,18 +204,15 @@ class Arena {
     }
   }
 
-  void unmap_if_done() {
-    if (owned_ || !blocks_.empty()) {
-      return;
-    }
-    slot_->store(nullptr);
-    munmap(base, nbytes);  // the few bytes of this object stay: another thread may be looking for its own arena
-  }
-
   std::map<int64_t, int64_t> blocks_;  // that are there: offset -> end
   int64_t used_ = 0;                   // bytes of these
   std::atomic<Arena*>* slot_ = nullptr;
   bool owned_ = true;
+  Pages pages_;
+
+ public:
+  int64_t running = 0;  // steps that run in it now, and need its pages
+  bool counted = false;  // it keeps our allocator in place
 };
 
 // The arena that an address is in, or null.
@@ -201,9 +236,10 @@ class Step {
  public:
   const int64_t number;
   Step* outer;  // of the same thread
+  Arena* const arena;  // null: it learns, or allocates as ever
 
   Step(int64_t number, Arena* arena, const Tape* tape, const int64_t* cursor, Step* outer)
-      : number(number), outer(outer), arena_(arena), tape_(tape), cursor_(cursor) {
+      : number(number), outer(outer), arena(arena), tape_(tape), cursor_(cursor) {
     if (arena != nullptr) {
       outside_ = -arena->used();  // who holds tensors of an earlier step holds them beside this one
     }
@@ -213,12 +249,12 @@ class Step {
     return tape_ == nullptr;
   }
 
-  // The place of the next allocation, or null where it has none; the caller holds the ledger's lock. An instruction that
+  // The offset in its arena of the next allocation, or kNowhere; the caller holds the ledger's lock. An instruction that
   // once asks for something else than its tape says gets no more places: what follows may be in another order too. Nor
   // has an allocation a place where a block from before, which was gone by then when the step was learned, still is.
-  void* place(int64_t nbytes) {
-    if (learns()) {
-      return nullptr;
+  int64_t place(int64_t nbytes) {
+    if (tape_ == nullptr || arena == nullptr) {
+      return kNowhere;
     }
     if (*cursor_ != instruction_) {
       instruction_ = *cursor_;
@@ -228,15 +264,18 @@ class Step {
     if (lost_ || next_ == tape_->start[instruction_ + 1] || tape_->nbytes[next_] != nbytes) {
       lost_ = true;
       ++mismatches_;
-      return nullptr;
+      return kNowhere;
     }
     const int64_t offset = tape_->offset[next_++];
     if (offset < 0) {
-      return nullptr;
+      return kNowhere;
     }
-    void* place = arena_ == nullptr ? nullptr : arena_->take(offset, nbytes);
-    ++(place != nullptr ? placed_ : mismatches_);
-    return place;
+    if (!arena->free(offset, nbytes)) {
+      ++mismatches_;
+      return kNowhere;
+    }
+    ++placed_;
+    return offset;
   }
 
   void given(int64_t nbytes) {
@@ -252,6 +291,11 @@ class Step {
   void freed(int64_t block, int64_t nbytes) {
     outside_ -= nbytes;
     note(kFreed, block, nbytes);
+  }
+
+  // Bytes that it holds now, less those of tensors from before.
+  int64_t holds() const {
+    return outside_ + (arena == nullptr ? 0 : arena->used());
   }
 
   void write(int64_t* counters) const {
@@ -281,7 +325,6 @@ class Step {
     }
   }
 
-  Arena* const arena_;
   const Tape* const tape_;
   const int64_t* const cursor_;  // the instruction that runs, written by the program
 

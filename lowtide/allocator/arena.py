@@ -6,7 +6,10 @@
     print(step.outside, step.mismatches)
 
 Only the thread that steps is given places; all others allocate as ever. A step without a tape learns what it allocates:
-its `events` are what a tape is made of.
+its `events` are what a tape is made of. A step with a tape and without an arena allocates as others do.
+
+Between steps, and while a step waits, an arena holds its pages only as long as nobody wants the memory: where all that
+is there would be more than the program would have held without arenas, pages that no tensor is in go back.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class Step:
     outside: int = 0  # bytes: the most that it had outside the arena, beyond what was there when it began
     placed: int = 0  # allocations that had a place in the arena
     mismatches: int = 0  # allocations that did not follow the tape
+    placeless: bool = False  # it had no arena
     events: list[Event] = field(default_factory=list)  # of a step that learns
 
 
@@ -83,18 +87,31 @@ class Arena:
         library = build.load()
         self.nbytes = nbytes
         there = _there(nbytes + SPARE) or (give_back() and _there(nbytes + SPARE))
-        self.handle = library.lowtide_arena_map(nbytes) if there else None
+        mapped: list[int | None] = []
+        self.close = Ending(self, partial(_unmap, mapped))  # where who made it is interrupted
+        mapped.append(library.lowtide_arena_map(nbytes) if there else None)
+        self.handle = mapped[0]
         if not self.handle:
             raise ArenaError(
                 f"the system has no {nbytes:,} bytes for the arena of this step.",
                 hint="give a smaller budget, or end what else uses the memory.",
             )
-        self.close = Ending(self, partial(library.lowtide_arena_unmap, self.handle))
+
+    @property
+    def held(self) -> int:
+        """The bytes of its tensors, and of the pages that it holds beside them."""
+        return int(build.load().lowtide_arena_held(self.handle)) if self.close.alive else 0
 
     @property
     def blocks(self) -> int:
         """How many tensors are in it."""
         return int(build.load().lowtide_arena_blocks(self.handle)) if self.close.alive else 0
+
+
+def _unmap(mapped: list[int | None]) -> None:
+    """Unmap an arena that was mapped."""
+    for handle in filter(None, mapped):
+        build.load().lowtide_arena_unmap(handle)
 
 
 def _there(nbytes: int) -> bool:
@@ -157,7 +174,12 @@ class Pool:
             arena.close()
 
     def held(self) -> int:
-        """The bytes of all arenas that are idle."""
+        """The bytes that all idle arenas hold now."""
+        with self._lock:
+            return sum(arena.held for arena in self._idle)
+
+    def reserved(self) -> int:
+        """The bytes that all idle arenas would hold if steps ran in them."""
         with self._lock:
             return sum(arena.nbytes for arena in self._idle)
 
@@ -195,6 +217,15 @@ POOL = Pool()
 os.register_at_fork(before=POOL.before_fork, after_in_parent=POOL.after_fork, after_in_child=POOL.after_fork)
 
 
+_NUMBERS = count()
+_waiting: set[int] = set()  # the numbers of steps that are paused
+
+
+def waiting() -> bool:
+    """Whether a step of this process waits to go on, with what it holds."""
+    return bool(_waiting)
+
+
 def stepping(cursor: array[int], tape: Tape | None = None, arena: Arena | None = None) -> Stepping:
     """Give this thread's allocations inside the `with` the places of the tape, or learn them."""
     return Stepping(cursor, tape, arena)
@@ -204,7 +235,7 @@ class Stepping:
     """The `with` of a step."""
 
     def __init__(self, cursor: array[int], tape: Tape | None, arena: Arena | None) -> None:
-        self.step = Step()
+        self.step = Step(placeless=arena is None)
         self._number = next(_NUMBERS)
         self._used = (cursor, tape, arena)  # alive as long as the step
         self._ending: Ending | None = None  # of a step that may be running
@@ -227,13 +258,27 @@ class Stepping:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def expect(self, nbytes: int) -> None:
+        """Let it be known how many bytes eager's step would add to what is there now."""
+        build.load().lowtide_step_expect(nbytes)
+
     def pause(self) -> None:
         """What the thread allocates from here on, until the step goes on, is not the step's."""
+        _waiting.add(self._number)
         build.load().lowtide_step_pause(self._number)
 
-    def resume(self, nbytes: int = 0) -> None:
-        """Go on with the step, maybe in another thread; it has so many more bytes now, which others made."""
-        build.load().lowtide_step_resume(self._number, nbytes)
+    def resume(self, nbytes: int = 0, *, eager: int = 0) -> None:
+        """Go on with the step, maybe in another thread; it has so many more bytes now, which others made.
+
+        `eager` is how many bytes eager's would have from here on, with those that both have by now.
+        """
+        build.load().lowtide_step_resume(self._number, nbytes, eager)
+        _waiting.discard(self._number)
+
+    @property
+    def holds(self) -> int:
+        """The bytes that it holds while it is paused."""
+        return int(build.load().lowtide_step_holds(self._number))
 
     def end(self) -> None:
         """End the step if it runs; where an interruption may come between, call this after the `with` as well."""
@@ -246,6 +291,7 @@ def _end(number: int, step: Step) -> None:
     """End the step of this number if it runs, and fill in what it did."""
     library = build.load()
     handle = library.lowtide_step_end(number)
+    _waiting.discard(number)
     if not handle:
         return
     counters = (ctypes.c_int64 * 4)()
@@ -255,9 +301,6 @@ def _end(number: int, step: Step) -> None:
     library.lowtide_step_take(handle, numbers)
     rows = zip(*(numbers[column::4] for column in range(4)), strict=True)
     step.events = [Event(*row) for row in rows]
-
-
-_NUMBERS = count()
 
 
 def _numbers(items: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -56,6 +56,7 @@ class Cell:
     own: float | None = None  # own part of the metered peak, as a fraction of eager's
     seconds: float | None = None  # of a step, the median of all rounds
     time_ratio: float | None = None  # to eager's step of the same round, the median of all rounds
+    ratios: tuple[float, ...] = ()  # the same of each round
     equal: bool | None = None  # whether all that the first steps changed is eager's, bit for bit
     overhead: float | None = None  # that was planned, as a fraction of the step without recomputation
     bound: float | None = None  # the least overhead that is possible, as the same fraction
@@ -104,6 +105,11 @@ class Verdict:
         return self.smallest_own is not None and self.smallest_own < self.peer_own
 
     @property
+    def beaten_in(self) -> tuple[str, ...]:
+        """In what the peer's point is better: in time at the same peak, in peak at the same time."""
+        return tuple(word for word, good in (("time", self.faster), ("peak", self.smaller)) if not good)
+
+    @property
     def ok(self) -> bool:
         """Whether lowtide is better in both."""
         return self.faster and self.smaller
@@ -116,6 +122,11 @@ class Fit:
     survey: Survey
     cells: tuple[Cell, ...]
     verdicts: tuple[Verdict, ...]
+
+    @property
+    def better_peers(self) -> dict[str, tuple[str, ...]]:
+        """The peers whose point is better than any of lowtide's, and in what."""
+        return {one.peer: one.beaten_in for one in self.verdicts if not one.ok}
 
 
 def race_target(
@@ -221,7 +232,7 @@ class _Contest:
             cell = self._cells[name]
             if name in metered:
                 found = metered[name]
-                pairs = zip(seconds[name], eager_seconds, strict=True)
+                ratios = [one / other for one, other in zip(seconds[name], eager_seconds, strict=True)]
                 cell = replace(
                     cell,
                     metered_peak=found["metered_peak"],
@@ -229,7 +240,8 @@ class _Contest:
                     mismatches=found["mismatches"],
                     own=_own(found) / _own(eager) if _own(eager) else None,
                     seconds=median(seconds[name]),
-                    time_ratio=median(one / other for one, other in pairs),
+                    time_ratio=median(ratios),
+                    ratios=tuple(ratios),
                 )
             cells.append(replace(cell, missed=missed_bars(cell)))
         return cells

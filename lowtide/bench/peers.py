@@ -21,7 +21,10 @@ from lowtide.private import keep_fraction
 Way = Literal["survey", "eager", "lowtide", "malloc", "checkpoint", "aot_eager", "inductor"]
 PEERS: tuple[Way, ...] = ("malloc", "checkpoint", "aot_eager", "inductor")
 COMPILERS: tuple[Way, ...] = ("aot_eager", "inductor")
-FRACTIONS = (0.5, 0.2)  # activation_memory_budget of each compiler
+FRACTIONS: dict[Way, tuple[float, ...]] = {  # activation_memory_budget of each compiler; 1: it keeps what it likes
+    "aot_eager": (0.5, 0.2),
+    "inductor": (1.0, 0.5, 0.2),
+}
 KEPT = str(2**40)  # bytes: more than a process ever frees at once
 MALLOC = {  # glibc then serves everything from one heap and gives nothing back, in pages of 2 MiB where it can
     "MALLOC_MMAP_MAX_": "0",
@@ -51,17 +54,20 @@ EAGER = Contestant("eager", "eager")
 
 
 def peers(ways: Sequence[str]) -> list[Contestant]:
-    """The contestants that lowtide is held against."""
-    wrong = [way for way in ways if way not in PEERS]
+    """The contestants that lowtide is held against: all of a way, or the one that is named so."""
+    known = [one for way in PEERS for one in _of(way)]
+    wrong = [way for way in ways if way not in PEERS and way not in {one.name for one in known}]
     if wrong:
-        raise UsageError(f"there is no peer {wrong[0]!r}.", hint=f"choose from {', '.join(PEERS)}, all and none.")
-    found = []
-    for way in PEERS:
-        if way in ways and way in COMPILERS:
-            found += [Contestant(f"{way} {fraction:g}", way, fraction=fraction) for fraction in FRACTIONS]
-        elif way in ways:
-            found.append(Contestant(way, way))
-    return found
+        names = ", ".join(dict.fromkeys((*PEERS, *(one.name for one in known))))
+        raise UsageError(f"there is no peer {wrong[0]!r}.", hint=f"choose from {names}, all and none.")
+    return [one for one in known if one.way in ways or one.name in ways]
+
+
+def _of(way: Way) -> list[Contestant]:
+    """A contestant for each fraction of a compiler, or the one there is."""
+    if way not in FRACTIONS:
+        return [Contestant(way, way)]
+    return [Contestant(f"{way} {fraction:g}", way, fraction=fraction) for fraction in FRACTIONS[way]]
 
 
 def compiled(model: nn.Module, backend: str, fraction: float) -> Any:

@@ -123,7 +123,15 @@ class Calls:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            _put_back(before)
+
+
+def _put_back(profiler: Any) -> None:
+    """Let a profiler go on: cProfile's is no function of Python, and starts by itself."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        profiler.enable()
 
 
 def _impure(function: Any) -> str | None:

@@ -74,7 +74,8 @@ def _refuse_unknown(optimizer: Any) -> None:
         if group.get("fused"):
             raise CaptureError(
                 f"parameter group {number} has fused=True: one op that updates every parameter at once.",
-                hint="leave fused at its default; lowtide runs the plain loop and frees each gradient early.",
+                hint="leave fused at its default; lowtide runs the plain loop and frees each gradient early. Or "
+                "lowtide.attach(model), which leaves the optimizer to your loop.",
             )
         if isinstance(group.get("lr"), torch.Tensor):
             raise CaptureError(
@@ -166,7 +167,8 @@ def as_inputs(
                 raise CaptureError(
                     f"{type(optimizer).__name__} counts with Python numbers in its state, which would be the same at "
                     "every step.",
-                    hint="keep them as tensors, as torch's own optimizers do: state['step'] = torch.tensor(0.0).",
+                    hint="keep them as tensors, as torch's own optimizers do: state['step'] = torch.tensor(0.0); or "
+                    "lowtide.attach(model), which leaves the optimizer to your loop.",
                 )
     finally:
         optimizer.__dict__.clear()

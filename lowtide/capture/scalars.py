@@ -37,6 +37,7 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ALWAYS_FLOAT = ("truediv",)
 TEXT = "turns a number into text that is known only when the step runs"
 LATER = "a number that is known only when the step runs"
+ASIDE = "or leave the rest of the step to your own loop: lowtide.attach(model, budget) plans the model alone."
 
 
 class ScalarNode:
@@ -200,5 +201,5 @@ def refuse_data(what: str, where: str) -> NoReturn:
         )
     raise CaptureError(
         f"{at}the step {what}, so its ops are not the same at every step.",
-        hint="compute it with tensor ops (torch.where, masks, clamp), or move it out of the step.",
+        hint=f"compute it with tensor ops (torch.where, masks, clamp), or move it out of the step.\n{ASIDE}",
     )

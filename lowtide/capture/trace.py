@@ -23,7 +23,7 @@ from lowtide.capture.origin import Origins, line_of_error
 from lowtide.capture.ranks import Arrival, Reductions
 from lowtide.capture.recorder import Recorder
 from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
-from lowtide.capture.scalars import extremes
+from lowtide.capture.scalars import ASIDE, extremes
 from lowtide.capture.shards import Gathers
 from lowtide.capture.stand_in import fake_like, stand_ins
 from lowtide.capture.world import ATOMS, World
@@ -214,7 +214,7 @@ class Trace:
             if isinstance(fake, FakeTensor) and fake.is_leaf and fake.grad is not None:
                 raise CaptureError(
                     f"the step leaves a gradient in its batch ({'.'.join(map(str, path))}), which requires one.",
-                    hint="take it by torch.autograd.grad and return it, or wrap the model: lowtide.wrap gives it.",
+                    hint="take it by torch.autograd.grad and return it; or lowtide.attach(model), which gives it.",
                 )
         left = {name: self.tensors[name].grad for name in self.parameters}
         self._mark_gradients()
@@ -384,7 +384,7 @@ def _without_collector() -> Iterator[None]:
 def _depends_on_data(error: BaseException, what: str) -> CaptureError:
     return CaptureError(
         f"{line_of_error(error) or 'the step'}: {what}, so its ops are not the same at every step.",
-        hint="compute it with tensor ops of fixed size (torch.where, masks), or move it out of the step.",
+        hint=f"compute it with tensor ops of fixed size (torch.where, masks), or move it out of the step.\n{ASIDE}",
     )
 
 

@@ -27,8 +27,8 @@ from lowtide.graph import Graph
 from lowtide.page.frontier import find_classics, point_of
 from lowtide.plan import curve as find_curve
 from lowtide.program import Plan
-from lowtide.rewrite import EXACT, apply
 from lowtide.rewrites import KEEPS, ROUNDING, Rewrite, exactness, read_allow
+from lowtide.trials import with_tried
 
 TIME_LIMIT = 2.0  # seconds of search for each point
 FEW = 5  # budgets of each technique that is allowed
@@ -57,7 +57,12 @@ def curve(
     allowed = Leave(read_allow(allow, rounding)).allowed
     built, captured, _ = captured_target(target)
     away = asked.away(captured.graph.device, lasting=False)
-    rewritten = apply(captured.graph, (*EXACT, *(() if away is None else away.rewrites())))
+    leave, _ = with_tried(
+        Leave(allowed, resized_target(built, captured) if allowed else None),
+        captured.graph,
+        lambda graph: costs_of(graph, costs, offload_dir),
+    )
+    rewritten = leave.apply(captured.graph, () if away is None else away.rewrites())
     graph = rewritten.graph
     found = costs_of(graph, costs, offload_dir)
     with counting("planning budgets", patience=0.0) as progress:
@@ -66,7 +71,6 @@ def curve(
     budgets = [plan.budget for plan in plans if plan.budget is not None]
     techniques: list[report.Technique] = []
     if allowed:
-        leave = Leave(allowed, resized_target(built, captured))
 
         def find(graph: Graph) -> list[Plan]:
             price = costs_of(graph, costs, offload_dir)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -25,6 +25,7 @@ from lowtide.cli.profile import (
     common,
     costs_of,
     optimizer_name,
+    promised,
     resized_target,
 )
 from lowtide.cli.talk import answering, show, show_json, show_text, spoken, talk, working
@@ -217,16 +218,6 @@ def _explain(target: str, graph: Graph, costs: Costs, planned: Plan, name: str, 
         rest = ", ".join(f"%{value}" for value in values[len(found) :][:12])
         more = ", ..." if len(values) > len(found) + 12 else ""
         show_text(f"\n{name} makes {len(values)} values; ask for the others by number: {rest}{more}")
-
-
-def promised(planned: Plan) -> dict[str, Any]:
-    """What is known only with a plan, for JSON."""
-    return {
-        "budget": planned.budget,
-        "overhead": planned.overhead,
-        "bound": planned.bound,
-        "planning_seconds": planned.planning_seconds,
-    }
 
 
 def refuse_early(budget: str) -> None:

@@ -1,16 +1,18 @@
-"""`lowtide profile`: where the memory of a training step goes."""
+"""`lowtide profile`: where the memory of a training step goes, and its time."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
 import typer
 
 from lowtide import report
+from lowtide.budget import read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
 from lowtide.cli.talk import answering, counting, show, show_json, working
@@ -20,11 +22,15 @@ from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.measure import measure, roofline, with_lanes
 from lowtide.models.catalog import BUILDERS
+from lowtide.pace import ROUNDS, pace
 from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
+from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
 from lowtide.simulate import simulate
+
+WHOLE = "100%"  # of what eager's step holds
 
 
 def complete_target(incomplete: str) -> list[str]:
@@ -61,9 +67,21 @@ def profile(
             "for machines that are not here and sizes that do not fit."
         ),
     ] = CostsFrom.MEASURED,
+    time: Annotated[
+        bool, typer.Option("--time", help="Show instead where its seconds go, beside eager's and what the machine can.")
+    ] = False,
+    budget: Annotated[
+        str, typer.Option(metavar="<bytes>", help="With --time: the budget within which the step is planned.")
+    ] = WHOLE,
+    rounds: Annotated[int, typer.Option(min=1, help="With --time: turns of the step and of eager's.")] = ROUNDS,
     as_json: Json = False,
 ) -> None:
-    """Show where the memory of a training step goes."""
+    """Show where the memory of a training step goes, or its time."""
+    if time:
+        _time(target, costs, budget, rounds, as_json)
+        return
+    if budget != WHOLE:
+        raise UsageError("without --time the step is profiled as eager holds it.", hint="pass --time, or no --budget.")
     interpreter = resident.now()
     built, captured, seconds = captured_target(target)
     found = costs_of(captured.graph, costs)
@@ -97,6 +115,26 @@ def profile(
             target, optimizer_name(built.optimizer), report.describe_costs(found), seconds if metered else None
         )
         show(report.Report(heading, result, peaks, notes))
+
+
+def _time(target: str, costs: CostsFrom, budget: str, rounds: int, as_json: bool) -> None:
+    """Show where the seconds of a step go, as it is planned within a budget."""
+    if costs is CostsFrom.ROOFLINE:
+        raise UsageError("with --time the step runs.", hint="leave out --costs roofline.")
+    read_budget(budget, persistent=1, eager_peak=1, least=lambda: 1)
+    with working(f"building {target}"):
+        built = build(target)
+    found = pace(*built, budget=budget, rounds=rounds, shown=counting)
+    result = found.time
+    name = optimizer_name(built.optimizer)
+    if as_json:
+        persistent = sum(found.graph.values[item.value].nbytes for item in found.graph.inputs if item.persistent)
+        keys = common(persistent=persistent, predicted=found.plan.peak, metered=None) | promised(found.plan)
+        keys |= {"time_ratio": median(result.ratios)}
+        show_json({"target": target, **keys, "optimizer": name, **result.to_json(), "notes": list(found.graph.notes)})
+        return
+    heading = report.Heading(target, name, "")
+    show(report.PaceReport(heading, len(found.graph.ordinary), budget, result, found.graph.notes))
 
 
 def _metered(built: Built, captured: Captured, costs: Costs, notes: list[str]) -> Prediction | None:
@@ -145,6 +183,16 @@ def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Cos
             found = measure(graph, progress=progress)
     with counting("measuring copies") as progress:
         return with_lanes(graph, found, folder=folder, progress=progress)
+
+
+def promised(planned: Plan) -> dict[str, Any]:
+    """What is known only with a plan, for JSON."""
+    return {
+        "budget": planned.budget,
+        "overhead": planned.overhead,
+        "bound": planned.bound,
+        "planning_seconds": planned.planning_seconds,
+    }
 
 
 def optimizer_name(optimizer: Any) -> str:

@@ -27,11 +27,10 @@ from lowtide.cli.plan import (
     OffloadTo,
     Rounding,
     TimeLimit,
-    promised,
     read_offload,
     refuse_early,
 )
-from lowtide.cli.profile import Json, Target, common
+from lowtide.cli.profile import Json, Target, common, promised
 from lowtide.cli.talk import answering, show, show_json, talk, telling, working
 from lowtide.cli.target import Built, build
 from lowtide.data import Source, source

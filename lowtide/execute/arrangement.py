@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cache
 
 from lowtide.allocator import AllocatorUnavailable
-from lowtide.allocator.arena import ArenaError, Stepping
+from lowtide.allocator.arena import ArenaError, Stepping, waiting
 from lowtide.budget import allowance
 from lowtide.device import Device
 from lowtide.errors import LowtideWarning
@@ -16,11 +16,15 @@ from lowtide.execute.lessons import Lessons
 
 
 class Arrangement:
-    """Arranges the steps of one program; a step without a tape allocates as eager does, and learns."""
+    """Arranges the steps of one program; a step without a tape allocates as eager does, and learns.
+
+    Nor does a step have an arena that begins while another one waits: each would hold all of its own.
+    """
 
     def __init__(self, device: Device, arena: int, lessons: Lessons) -> None:
         self.beside: int | None = None  # bytes that must be there beside the arena, or a step raises an ArenaError and
         # has run nothing; None: it makes do with what there is
+        self.eager = (arena, arena)  # bytes that eager's step adds to what is there, before its handover and after it
         self.device, self._arena, self._lessons = device, arena, lessons
         if self.nbytes:
             device.arenas.expect(self, self.nbytes)
@@ -37,7 +41,7 @@ class Arrangement:
         if not self._possible():
             return None
         lessons, arena = self._lessons, None
-        if lessons.tape is not None and self._arena:
+        if lessons.tape is not None and self._arena and not waiting():
             try:
                 arena = stack.enter_context(self.device.arenas.borrow(self._arena))
             except ArenaError as error:

@@ -36,6 +36,8 @@ class Call:
             self._state = generator.get_state().numpy().tobytes()  # as Python's own, for the tensor has gone by then
         stored = self._away.begin(self._stack, inputs)
         self._binding.take_gradients()
+        if self._stepping is not None:
+            self._stepping.expect(self._arrangement.eager[0])
         return function(inputs, generator, stored, watch or self.cursor)
 
     def hand_over(self) -> bytes | None:
@@ -51,7 +53,12 @@ class Call:
     def take_back(self, nbytes: int) -> None:
         """Go on, with so many more bytes that the caller's code made."""
         if self._stepping is not None:
-            self._stepping.resume(nbytes)
+            self._stepping.resume(nbytes, eager=self._arrangement.eager[1] if nbytes else 0)
+
+    @property
+    def holds(self) -> int:
+        """The bytes of what it made that it holds while others go on; 0 where nobody counts."""
+        return 0 if self._stepping is None else self._stepping.holds
 
     def close(self) -> None:
         """Let go of all that it holds."""

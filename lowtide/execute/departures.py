@@ -1,5 +1,8 @@
 """Which results of a step with a handover leave it before its end, and after which instruction.
 
+What the caller's code has had at the handover, and what it came back with, is let go of once nothing reads it any more:
+whether it stays is the caller's business.
+
 A gradient is of no more use to the step once its last reader has run, and the last reader of its parameter, which a
 hook of the caller may update. Those that leave at about the same time leave together, so that there are few stops.
 """
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 
 from lowtide.captured import Leaving
 from lowtide.graph import Graph
+from lowtide.kernels import HANDOVER
 from lowtide.program import Free, Program, Run
 
 STOPS = 16  # about so many: each costs some 30 microseconds of autograd and Python
@@ -37,6 +41,20 @@ def departures(graph: Graph, program: Program, leaving: Sequence[Leaving]) -> tu
         if one.output in last and one.parameter:
             last[one.output] = max(last[one.output], used.get(homes.get((one.parameter,), -1), -1))
     return _together(graph, sorted((instruction, place) for place, instruction in last.items()))
+
+
+def dismissals(graph: Graph, program: Program, leaving: Sequence[Leaving]) -> dict[int, tuple[int, ...]]:
+    """By instruction, the results, by place, that the program lets go of after it, with nobody waiting for them."""
+    handover = next((number for number, op in enumerate(graph.ops) if op.target == HANDOVER), None)
+    if handover is None:
+        return {}
+    gradients = {one.output for one in leaving}
+    results = [place for place, output in enumerate(graph.outputs) if output.role == "result"]
+    used = _last_uses(graph, program)
+    found: dict[int, list[int]] = {}
+    for place in _of_no_other(graph, (place for place in results if place not in gradients)):
+        found.setdefault(used[graph.values[graph.outputs[place].value].storage], []).append(place)
+    return {instruction: tuple(places) for instruction, places in found.items()}
 
 
 def _last_uses(graph: Graph, program: Program) -> dict[int, int]:

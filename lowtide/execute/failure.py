@@ -16,6 +16,7 @@ from lowtide.errors import LowtideError, PlaceError, RankError, StepError
 from lowtide.execute.slots import goes_home
 from lowtide.execute.source import FILE
 from lowtide.graph import Graph
+from lowtide.kernels.expected import UnexpectedError
 from lowtide.program import Copy, Program, Run
 
 NAMED = 3  # buffers of which an error says the name
@@ -40,6 +41,8 @@ def failed(graph: Graph, program: Program, reached: int, error: BaseException, s
         generator = device.of(graph.device).generator()
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     what, hint = _damage(graph, parameters, buffers, gradients)
+    if isinstance(error, UnexpectedError) and not (parameters or buffers or gradients):
+        hint = "take this batch by the step itself, without lowtide, or leave it out: the next ones go on by the plan."
     if isinstance(error, RankError):
         hint = error.hint or hint  # whatever this rank has or has not done, it can't go on alone
     message = f"the step {'was interrupted' if interrupted else 'failed'} {_place(graph, program, reached, error)}"

@@ -110,7 +110,7 @@ class Half:
         try:
             held.program = program = call.begin(runner.function, inputs)
             with torch.enable_grad(), private.below_autograd():
-                self.outputs = next(program)
+                self.outputs = _taken(next(program))
             self._state = call.hand_over()  # of the generator before the step
         except BaseException as error:
             inputs.clear()
@@ -129,6 +129,16 @@ class Half:
         given = [pair for place, pair in enumerate(self.inputs.items()) if place not in halves.written]
         tensors = [(repr(key[0]), found) for key, found in given if isinstance(found, torch.Tensor)]
         self._given = [(name, tensor, private.version_of(tensor)) for name, tensor in tensors]
+
+    def pass_on(self) -> list[Any]:
+        """What the step hands over, of which no more is known here from now on than its form."""
+        found, self.outputs = self.outputs, [torch.empty_like(one, device="meta") for one in self.outputs]
+        return found
+
+    @property
+    def holds(self) -> int:
+        """The bytes that it holds, of what it made."""
+        return 0 if self._held is None else self._held.call.holds
 
     @property
     def done(self) -> bool:
@@ -206,8 +216,7 @@ class Half:
             except StopIteration as end:
                 return self._end(call, end.value)
             call.hand_over()
-            found = dict(zip(self.halves.runner.stops[self._stops].outputs, left, strict=True))
-            left.clear()  # the program holds the list
+            found = dict(zip(self.halves.runner.stops[self._stops].outputs, _taken(left), strict=True))
             later = {name for _, name in self.halves.read_later[self._stops]}
             self._needed = [row for row in self._needed if row[0] in later or row[0] == OUTPUT]
             self._stops += 1
@@ -255,6 +264,13 @@ class Half:
         let_go(error)
         self.close()
         call.fail(error)
+
+
+def _taken(left: list[Any]) -> list[Any]:
+    """What a program has yielded; it holds the list."""
+    found = [*left]
+    left.clear()
+    return found
 
 
 def _keys(captured: Captured) -> list[tuple[Any, ...]]:

@@ -34,7 +34,7 @@ class Lessons:
         """After a step: note its peak, or make the tape of what it allocated."""
         if self.tape is not None:
             self.mismatches += step.mismatches
-            peak = self._before + self._program.arena + step.outside
+            peak = self._before + (0 if step.placeless else self._program.arena) + step.outside
             if step.mismatches and self.left:
                 self.tape = None  # the next step learns again, and shows whether the plan is to blame
                 self.peak = max(self.peak or 0, peak)

@@ -15,7 +15,7 @@ from lowtide.execute.away import Away
 from lowtide.execute.batch import Batch
 from lowtide.execute.binding import Binding
 from lowtide.execute.call import Call
-from lowtide.execute.departures import departures
+from lowtide.execute.departures import departures, dismissals
 from lowtide.execute.lessons import Lessons
 from lowtide.execute.source import generate
 from lowtide.execute.timings import Timings
@@ -44,7 +44,8 @@ class Runner:
         self.program = program
         self.device = device or devices.of(graph.device)
         self.stops = departures(graph, program, captured.leaving)  # where results leave before the end
-        self.function, self.source = generate(graph, program, self.device, self.stops)
+        dismissed = dismissals(graph, program, captured.leaving)
+        self.function, self.source = generate(graph, program, self.device, self.stops, dismissed)
         counted = nbytes if nbytes is not None else [value.nbytes for value in graph.values]
         self.away = Away(graph, program, counted, self.device, folder)  # what its steps have in other places
         self.binding = Binding(captured, self.away.settle)  # between the caller's objects and the function

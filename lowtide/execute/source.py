@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -30,11 +30,16 @@ FILE = "<lowtide program>"  # as which tracebacks name it
 
 
 def generate(
-    graph: Graph, program: Program, device: Device, stops: Iterable[Departure] = ()
+    graph: Graph,
+    program: Program,
+    device: Device,
+    stops: Iterable[Departure] = (),
+    dismissed: Mapping[int, tuple[int, ...]] | None = None,
 ) -> tuple[Callable[..., Any], str]:
     """The function that runs the program on a list of inputs, with the device's own kernels, and its source.
 
-    At each of the stops it yields what leaves there; in place of that it returns None at its end.
+    At each of the stops it yields what leaves there, and after the instructions given it lets go of what is dismissed;
+    in place of both it returns None at its end. Lists that come and go at a yield are for the receiver to clear.
     """
     if program.graph != graph.fingerprint:
         raise ProgramError("wrong graph", "the program belongs to another graph than the captured step.")
@@ -47,7 +52,7 @@ def generate(
     for number, instruction in enumerate(program.instructions):
         if not exists(instruction, graph):
             raise ProgramError("no such", f"instruction {number} names what the graph lacks.", instruction=number)
-    writer = _Writer(graph, program, device, stops)
+    writer = _Writer(graph, program, device, stops, dismissed or {})
     source = writer.write()
     namespace = dict(writer.names)
     exec(compile(source, FILE, "exec"), namespace)
@@ -75,8 +80,16 @@ class _Home:
 class _Writer:
     """Writes the source of one program."""
 
-    def __init__(self, graph: Graph, program: Program, device: Device, stops: Iterable[Departure]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        device: Device,
+        stops: Iterable[Departure],
+        dismissed: Mapping[int, tuple[int, ...]],
+    ) -> None:
         self.stops = {stop.instruction: stop.outputs for stop in stops}
+        self.dismissed = dismissed
         self.gone: set[int] = set()  # outputs that have left, by place
         self.graph = graph
         self.device = device
@@ -113,6 +126,8 @@ class _Writer:
             if isinstance(instruction, Run | Copy):
                 self.emit(f"at[0] = {number}")
             match instruction:
+                case Run(op) if self.graph.ops[op].target == kernels.HANDOVER:
+                    self.hand_over(instruction, self.dismissed.get(number, ()))
                 case Run():
                     self.run(instruction)
                 case Free(value, "device"):
@@ -129,6 +144,7 @@ class _Writer:
                     self.emit(f"places.store({number}, {value}, {place!r}, {self.held[value].name}, part={part})")
                 case Wait(value, place):
                     self.emit(f"places.wait({value}, {place!r})")
+            self.let_go(self.dismissed.get(number, ()))
             if number in self.stops:
                 self.leave(self.stops[number])
         self.land(self.in_flight)
@@ -157,20 +173,40 @@ class _Writer:
         self.emit("del given")
         self.gone.update(places)
 
+    def hand_over(self, instruction: Run, dismissed: tuple[int, ...]) -> None:
+        """Yield what the caller's code gets, hold on to what is read later, and take what it comes back with."""
+        op, over = self.graph.ops[instruction.op], dict(instruction.over)
+        updated = self.to_update(op, over, set())
+        outputs, others = (self.argument(arg, updated, set()) for arg in op.args[1:3])
+        self.emit(f"given = {outputs} + {others}")
+        self.note_updates(op, over, set(), updated)
+        self.let_go(dismissed)
+        self.emit("given = yield given")
+        results, _ = self.results(op, {})
+        if results:
+            self.emit(f"{results} = given")
+        self.emit("given.clear()")
+        self.emit("del given")
+        if "_" in results.replace(",", " ").split():
+            self.emit("del _")
+
+    def let_go(self, places: tuple[int, ...]) -> None:
+        """Hold outputs no longer that nobody waits for."""
+        values = dict.fromkeys(self.graph.outputs[place].value for place in places if place not in self.gone)
+        for value in [value for value in values if value in self.held]:
+            tensor = self.held.pop(value)
+            self.emit(f"del {', '.join([tensor.name, *tensor.views.values()])}")
+        self.gone.update(places)
+
     def run(self, instruction: Run) -> None:
         """One op: make its arguments, call it, name what it returns."""
         op, again, over = self.graph.ops[instruction.op], instruction.again, dict(instruction.over)
         skipped = {old for _, old in self.graph.effects[instruction.op]} if again else set()
-        updated: dict[int, _Tensor] = {}  # read value -> the tensor that the call writes to
-        for new, old in op.updates:
-            if old not in skipped:
-                updated[old] = self.held[old] if over.get(new) == old else self.clone(old)
+        updated = self.to_update(op, over, skipped)
         arguments = [self.argument(arg, updated, skipped) for arg in op.args]
         arguments += [f"{key}={self.argument(arg, updated, skipped)}" for key, arg in op.kwargs]
         results, onto = self.results(op, over)
-        target = (
-            "" if op.target == kernels.HANDOVER else self.constant(kernels.kernel(op.target, self.device.own_kernel))
-        )
+        target = self.constant(kernels.kernel(op.target, self.device.own_kernel))
         if onto is not None:
             itself = arguments[0] == onto.name
             found = kernels.overwriter(op.target, itself=itself) or kernels.overwriter(op.target, itself=False)
@@ -180,10 +216,19 @@ class _Writer:
         if op.target == collectives.ALL_REDUCE:
             target = self.constant(collectives.start)
             self.in_flight[op.updates[0][0]] = arguments[0]
-        call = f"{target}({', '.join(arguments)})" if target else f"yield {arguments[1]} + {arguments[2]}"
+        call = f"{target}({', '.join(arguments)})"
         self.draw(instruction, f"{results} = {call}" if results else call)
         if "_" in results.replace(",", " ").split():
             self.emit("del _")
+        self.note_updates(op, over, skipped, updated)
+
+    def to_update(self, op: Op, over: dict[int, int], skipped: set[int]) -> dict[int, _Tensor]:
+        """For each value that the op changes the tensor that the call writes to: its own, or a copy."""
+        changed = [(new, old) for new, old in op.updates if old not in skipped]
+        return {old: self.held[old] if over.get(new) == old else self.clone(old) for new, old in changed}
+
+    def note_updates(self, op: Op, over: dict[int, int], skipped: set[int], updated: dict[int, _Tensor]) -> None:
+        """After the call, the tensors that it wrote to have the new values."""
         for new, old in op.updates:
             if old not in skipped:
                 if over.get(new) == old:

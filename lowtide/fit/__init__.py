@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from lowtide import report
@@ -14,10 +15,12 @@ from lowtide.changes import Changes
 from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.execute import Batch, Key, StaleError
+from lowtide.execute.timings import Timings
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
 from lowtide.fit.moving import Moving
+from lowtide.fit.plainly import Plainly
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
 from lowtide.fit.request import CostsFrom, PlanFrom, Request, Tell
@@ -27,8 +30,9 @@ from lowtide.guards import Change
 from lowtide.page import Looks, page_of
 from lowtide.plan import TIME_LIMIT
 from lowtide.program import Plan, Program
-from lowtide.rewrites import read_allow
-from lowtide.verify import Verifier, announce, refuse_call
+from lowtide.rewrites import exactness
+from lowtide.verify import ChangedVerifier, Verifier, announce, refuse_call
+from lowtide.verify.copies import Copy
 
 __all__ = ["CostsFrom", "Fit", "Fitted", "Manner", "PlanFrom", "Request", "Tell", "fit"]
 
@@ -51,7 +55,7 @@ class Fitted:
         with self._local:
             made = self._maker.make(example)
             self._keep(Batch.of(example).key, made)
-        self.verifier: Verifier | None = None  # of the steps that run beside eager
+        self.verifier: Verifier | ChangedVerifier | None = None  # of the steps that run beside eager
         self._moving = Moving()
 
     def __call__(self, *batch: Any) -> Any:
@@ -144,6 +148,11 @@ class Fitted:
         return self._latest.runner.source
 
     @property
+    def timings(self) -> Timings:
+        """What its steps took, and the ops in the first of them, as it last ran."""
+        return self._latest.runner.timings
+
+    @property
     def peak(self) -> int | None:
         """The most bytes that any step held, metered; None before the first, and where there is no meter."""
         return max((fit.runner.peak for fit in self._fits if fit.runner.peak is not None), default=None)
@@ -182,14 +191,9 @@ class Fitted:
         forms.load_state(self._request.model, self._request.optimizer, parts)
         self._moving.steps = steps
 
-    def give_back(self, wanted: int | None = None) -> None:
-        """Give the system the arena that waits for the next step, which maps it anew.
-
-        With `wanted`, only where so many bytes beside it would be more than what eager's step holds at its peak.
-        """
-        fit = self._latest
-        if wanted is None or fit.plan.peak + wanted > fit.eager_peak:
-            fit.runner.device.arenas.empty()
+    def give_back(self) -> None:
+        """Give the system the arena that waits for the next step, which maps it anew."""
+        self._latest.runner.device.arenas.empty()
 
     def explain_guards(self) -> str:
         """What the program assumes about the world around it, one thing a line."""
@@ -209,8 +213,21 @@ class Fitted:
             )
         fit, asked = self._latest, self._request
         persistent = fit.costs.persistent(self.captured.graph)
-        self.verifier = Verifier(asked.step, asked.model, asked.optimizer, steps)
+        refuse_call(steps)
+        self.verifier = self._verifier(steps)
         announce(steps, peak=fit.plan.peak, eager_peak=fit.eager_peak, persistent=persistent, tell=tell or asked.tell)
+
+    def _verifier(self, steps: int) -> Verifier | ChangedVerifier:
+        asked = self._request
+        if exactness(self.plan.rewrites) == "bitwise":
+            return Verifier(asked.step, asked.model, asked.optimizer, steps)
+
+        def captured(copied: Copy, batch: tuple[Any, ...]) -> Captured:
+            theirs = replace(asked, step=copied.step, model=copied.model, optimizer=copied.optimizer)
+            return self._manner.capture(theirs, batch, ())
+
+        plainly = Plainly(captured, asked.allowed)
+        return ChangedVerifier(asked.step, asked.model, asked.optimizer, steps, plainly, lambda: self.plan.rewrites)
 
     def report(
         self, html: str | os.PathLike[str] | None = None, *, looks: Looks | None = None, force: bool = False
@@ -311,9 +328,10 @@ def fit(
     - `rounding`: short for `allow="rounding"`.
     - `verify`: so many first steps also run in eager PyTorch, on copies, and every bit is compared; that needs eager's
       memory beside the budget, which is said first. A difference is a VerifyError that names what differs and the
-      first op that does, and the step is undone.
+      first op that does, and the step is undone. With `allow`, the same rewritten step is what every bit is compared
+      with, run without a plan, and how far eager is from it is known then.
     """
-    refuse_call(verify, allowed=bool(read_allow(allow, rounding)))
+    refuse_call(verify)
     request = Request(
         step,
         model,

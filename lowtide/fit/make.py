@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -14,10 +15,11 @@ from lowtide import report
 from lowtide.budget import LEAST, allowance, read_budget
 from lowtide.capture import capture
 from lowtide.captured import Captured
-from lowtide.choice import ELSEWHERE, FREE, Away, Choice, Effort, Leave, choose, eager_peak, given, judged
+from lowtide.choice import BROUGHT, FREE, Away, Choice, Effort, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
 from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
+from lowtide.fit.beside import added_by_eager
 from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
 from lowtide.fit.ranks import Ranks, order, signature, sums
 from lowtide.fit.request import PlanFrom, Request
@@ -25,19 +27,20 @@ from lowtide.fit.shards import as_first
 from lowtide.fit.similar import scaled, smaller
 from lowtide.graph import Graph
 from lowtide.guards import Place
-from lowtide.measure import correct, correct_lanes, measure, roofline, with_lanes
+from lowtide.measure import correct, correct_lanes, differing, kept_open, measure, roofline, with_lanes
 from lowtide.page.advice import Situation
 from lowtide.plan import carry, overlap, plan
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
 from lowtide.resized import Resized, examples_of, resized
-from lowtide.rewrite import EXACT, apply
+from lowtide.rewrite import EXACT, Rewritten, apply
 from lowtide.rewrites import FORMS, LOSSY_ORDER, ROUNDING, exactness, has_tried
 from lowtide.verify.gradient import with_errors
 
 TWICE = 2  # eager's memory, to hold the gradients of a step beside another step
 SPARE = 2**28  # bytes: a process whose limits leave it less has its memory for steps, not for the book of prices
 
+NEVER = 2**30  # collections of garbage of middle age before one of all
 SHORTEST = 0.5  # seconds of search that every step is worth
 PAYS = 20  # times the seconds of a step: what a longer search might find pays after thousands of steps only
 ROOMY, WASTE = (
@@ -107,7 +110,7 @@ class Maker:
         begun, searches = time.monotonic(), self._ladder.searches
         self._ladder.see(batch)
         quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
-        with nullcontext() if quiet else self._request.aloud:
+        with nullcontext() if quiet else self._request.aloud, kept_open(), _collecting_later():
             if self._ranks is not None and together:
                 made = self._make_together(self._ranks, batch, numbers, known)
             else:
@@ -122,17 +125,24 @@ class Maker:
         ranks.same(signature(graph))
         self._request.say(f"captured {len(graph.ordinary)} ops")
 
-        def chosen() -> Choice:
+        def chosen(tried: bool) -> Choice:
             if not known and self._request.plan is not None:
                 return self._given(self._request.plan, graph, self._leave(graph, batch, numbers, known))
-            return self._carried(known, graph) or self._chosen(graph, batch, numbers, known)
+            carried = self._carried(known, graph) if tried else None
+            return carried or self._chosen(graph, batch, numbers, known, tried=tried)
 
-        asked = (graph.fingerprint, self._request.asked, self.budget, len(known))
-        if ranks.sharded:
-            first = ranks.shared(asked[1:], lambda: _overlapped(chosen()))
-            found = ranks.all_or_none(lambda: as_first(first, graph))
-        else:
-            found = ranks.shared(asked, chosen)
+        def shared(tried: bool) -> Choice:
+            asked = (graph.fingerprint, self._request.asked, self.budget, len(known))
+            if not ranks.sharded:
+                return ranks.shared(asked, lambda: chosen(tried))
+            first = ranks.shared(asked[1:], lambda: _overlapped(chosen(tried)))
+            return ranks.all_or_none(lambda: as_first(first, graph))
+
+        found = shared(True)
+        if ranks.any(
+            lambda: has_tried(found.plan.rewrites) and differing(found.graph) != ()
+        ):  # other machines tried it
+            found = shared(False)
         self.budget = found.plan.budget if self.budget is None else self.budget
         return self._finish(captured, batch, found)
 
@@ -158,16 +168,20 @@ class Maker:
         self._sources.append(self._finish(captured, batch, chosen))
         return self._sources[-1]
 
-    def _chosen(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit]) -> Choice:
-        """What a search finds."""
+    def _chosen(
+        self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, known: Sequence[Fit], *, tried: bool = True
+    ) -> Choice:
+        """What a search finds; `tried`: whether kernels of ours may stand for torch's."""
         self._ladder.searches += 1
+        leave = self._leave(graph, batch, numbers, known)
         return choose(
             graph,
             self._price,
             self._search,
-            leave=self._leave(graph, batch, numbers, known),
+            leave=leave if tried else leave.refusing_tried(),
             away=self._request.places.away(graph.device, lasting=self._manner.lasting),
             could=Away.nearest(graph.device, lasting=self._manner.lasting),
+            glance=partial(self._price, hurried=True),
             say=self._request.say,
         )
 
@@ -245,6 +259,7 @@ class Maker:
 
     def _bind(self, captured: Captured, chosen: Choice, seen: Graph) -> Fit:
         runner = execute(captured, chosen.plan.program, chosen.costs.nbytes, folder=self._request.offload_dir)
+        runner.arrangement.eager = added_by_eager(captured, chosen.costs, chosen.eager_peak)
         if self._ranks is not None:
             together = order(captured.graph, chosen.plan.program) if self._ranks.sharded else 0
             runner.gate = partial(self._ranks.ready, signature(seen) ^ together)
@@ -285,9 +300,8 @@ class Maker:
 
     def _shrunk(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers, *, notch: bool = True) -> Choice | None:
         """A plan from that of the next larger batch, without measuring; where that wastes time, by way of a notch."""
-        rewritten = apply(graph, EXACT)
+        rewritten, exact = self._exactly(graph)
         candidate = rewritten.graph
-        exact = [one for one in self._sources if one.plan.rewrites == rewritten.rewrites]
         same = next((one for one in exact if one.runner.captured.graph.fingerprint == candidate.fingerprint), None)
         if same is not None:
             return Choice(candidate, same.costs, same.plan, same.eager_peak)
@@ -309,13 +323,21 @@ class Maker:
             found = self._search(candidate, costs, peak, Effort())
         return Choice(candidate, costs, replace(found, rewrites=rewritten.rewrites), peak)
 
+    def _exactly(self, graph: Graph) -> tuple[Rewritten, list[Fit]]:
+        """A step as the latest source was changed, if that keeps every bit here, too; and the sources like it."""
+        tried = self._sources[-1].plan.rewrites if self._sources else ()
+        rewritten = apply(graph, (*EXACT, *(one for one in tried if one.tried)))
+        if has_tried(rewritten.rewrites) and differing(rewritten.graph):
+            rewritten = apply(graph, EXACT)
+        return rewritten, [one for one in self._sources if one.plan.rewrites == rewritten.rewrites]
+
     def _between(self, known: Fit, batch: tuple[Any, ...], numbers: Numbers) -> bool:
         """Plan a notch below a known step and above this batch, without measuring; whether there is one."""
         above = self._ladder.above(batch, BETWEEN)
         if above is None:
             return False
         captured = self._capture(above, numbers)
-        rewritten = apply(captured.graph, EXACT)
+        rewritten, _ = self._exactly(captured.graph)
         candidate, before = rewritten.graph, known.runner.captured.graph
         if rewritten.rewrites != known.plan.rewrites or not smaller(before, candidate):
             return False
@@ -332,7 +354,8 @@ class Maker:
         """A batch that is larger than all known ones: plan a notch above it, and take its plan."""
         if not known or self._request.allowed or self._request.budget == LEAST or self._request.offload is not None:
             return None
-        candidate, above = apply(graph, EXACT).graph, self._ladder.above(batch)
+        brought = [one for one in known[0].plan.rewrites if one.tried]
+        candidate, above = apply(graph, (*EXACT, *brought)).graph, self._ladder.above(batch)
         if above is None or not any(smaller(candidate, one.runner.captured.graph) for one in known):
             return None
         try:
@@ -355,8 +378,8 @@ class Maker:
         if not fits or exactness(fits[0].plan.rewrites) != "bitwise":
             return None
         known = fits[0]
-        elsewhere = [rewrite for rewrite in known.plan.rewrites if rewrite.name in ELSEWHERE]
-        rewritten = apply(graph, (*EXACT, *elsewhere))
+        brought = [rewrite for rewrite in known.plan.rewrites if rewrite.name in BROUGHT]
+        rewritten = apply(graph, (*EXACT, *brought))
         candidate, costs = rewritten.graph, self._price(rewritten.graph)
         if has_tried(rewritten.rewrites) and costs.differing != ():  # with these sizes some have other bits
             return None
@@ -396,14 +419,28 @@ class Maker:
         leave = Leave(self._request.allowed)  # techniques that need the step at other sizes are not looked for again
         return Situation(fit.seen, chosen, self._price, fit.plan.budget, leave=leave, away=away)
 
-    def _price(self, graph: Graph) -> Costs:
+    def _price(self, graph: Graph, *, hurried: bool = False) -> Costs:
         if self._request.costs == "roofline":
             costs = roofline(graph)
         else:
             costs = measure(
-                graph, progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops")
+                graph,
+                progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops"),
+                hurried=hurried,
             )
         return with_lanes(graph, costs, folder=self._request.offload_dir)
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """A context in which Python looks for garbage among what is new only: to look at all objects of a large program
+    takes it a third of a second, as long as all else that a step for another length needs."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _overlapped(chosen: Choice) -> Choice:

@@ -98,6 +98,10 @@ class Ranks:
         (found,) = self._exchange(-1 if number is None else number)
         return None if found < 0 else found
 
+    def any(self, ask: Callable[[], bool]) -> bool:
+        """Whether any rank says so; where one can't tell, all of them raise."""
+        return self._exchange(int(self.all_or_none(ask))) != [0]
+
     def all_temporaries(self, own: Mapping[int, tuple[int, int]]) -> Mapping[int, tuple[int, int]]:
         """By op, the largest temporaries that any of the ranks has seen that share a sequence."""
         if not self.sharded:

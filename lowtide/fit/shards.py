@@ -42,7 +42,7 @@ def local(request: Request) -> AbstractContextManager[None]:
 
 def as_first(first: Choice, graph: Graph) -> Choice:
     """What rank 0 chose, for the graph of this rank: the same program, on parts that may be smaller."""
-    rewritten = apply(graph, EXACT)
+    rewritten = apply(graph, (*EXACT, *(one for one in first.plan.rewrites if one.tried)))
     own = rewritten.graph
     if own.fingerprint == first.graph.fingerprint:
         return first

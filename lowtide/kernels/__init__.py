@@ -13,8 +13,9 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import blocked, blocks, collectives, expected, forms, grouped, sparse
+from lowtide.kernels import attention, blocked, blocks, chains, collectives, expected, forms, grouped, sparse
 from lowtide.kernels.own import quicker
+from lowtide.kernels.tried import Own
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
 
 # What an op of a graph may take; what holds a storage, a stream or an object of C++ is none of it.
@@ -34,12 +35,19 @@ CHANNELS: Mapping[str, tuple[str, ...]] = {  # of ops whose tags do not say it
 }
 # What takes others, who are not there when it is measured, or ends the step.
 UNMEASURED = frozenset(CHANNELS) | collectives.COLLECTIVES
+FAMILIES = (
+    blocked.FAMILY,
+    attention.FAMILY,
+    chains.FAMILY,
+)  # of ops of ours that stand for torch's, and are tried against them
+TRIED: Mapping[str, Own] = {one.target: one for family in FAMILIES for one in family.ops}
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define(
     "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"
     " -> Tensor[]"
 )
-blocked.define(_LIBRARY)
+for one in TRIED.values():
+    one.define(_LIBRARY)
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
 sparse.define(_LIBRARY)
@@ -87,8 +95,8 @@ def kernel(target: str, own: Callable[[str], Callable[..., Any] | None] = quicke
         if (why := refusal(target)) is not None:
             raise ProgramError("no such", why)
         return getattr(builtins if name in EXTREMES else operator, name)
-    if target in blocked.TARGETS:
-        blocked.get_ready()
+    if target in TRIED:
+        TRIED[target].ready()
     return own(target) or forms.called(target) or bare_kernel(overload(target))
 
 
@@ -145,7 +153,13 @@ def functional(target: str) -> str | None:
 def is_product(target: str) -> bool:
     """Whether the call mixes many elements into one, as matrix products, convolutions and attention do."""
     known = target.startswith("aten.") and overload(target).overloadpacket in flop_registry
-    return known or sparse.is_product(target) or blocked.is_product(target)
+    own = TRIED.get(target)
+    return known or sparse.is_product(target) or (own is not None and own.operations is not None)
+
+
+def made_of(target: str) -> str | None:
+    """A digest of what an op of ours that stands for torch's is made of; None: it is none."""
+    return next((family.made_of for family in FAMILIES if any(one.target == target for one in family.ops)), None)
 
 
 def constant(family: str, name: str) -> Any:

@@ -8,48 +8,13 @@
 #include <cstring>
 #include <limits>
 
+#include "draws.hpp"
 #include "statistics.hpp"
 #include "threads.hpp"
 
 namespace {
 
-// ---------------------------------------------------------------------------------- the Mersenne twister, by the block
-
-constexpr int kWords = 624, kMiddle = 397;
-
-// torch's saved state of its generator: the seed, how many words are left, and then the words, each in eight bytes.
-struct Saved {
-  uint64_t seed;
-  int32_t left;
-  int32_t seeded;
-  uint64_t next;
-  uint64_t words[kWords];
-};
-
-INLINE uint32_t twisted(uint32_t high, uint32_t low, uint32_t far) {
-  const uint32_t mixed = (high & 0x80000000u) | (low & 0x7fffffffu);
-  return far ^ (mixed >> 1) ^ (-(low & 1u) & 0x9908b0dfu);
-}
-
-FOR_EACH_PROCESSOR void renew(uint32_t* words) {
-  for (int i = 0; i < kWords - kMiddle; ++i) {
-    words[i] = twisted(words[i], words[i + 1], words[i + kMiddle]);
-  }
-  for (int i = kWords - kMiddle; i < kWords - 1; ++i) {
-    words[i] = twisted(words[i], words[i + 1], words[i + kMiddle - kWords]);
-  }
-  words[kWords - 1] = twisted(words[kWords - 1], words[0], words[kMiddle - 1]);
-}
-
-FOR_EACH_PROCESSOR void temper(const uint32_t* words, uint32_t* drawn, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t word = words[i];
-    word ^= word >> 11;
-    word ^= (word << 7) & 0x9d2c5680u;
-    word ^= (word << 15) & 0xefc60000u;
-    drawn[i] = word ^ (word >> 18);
-  }
-}
+// ------------------------------------------------------------------------------------------- draws, by the block
 
 // Two draws make a number of 53 bits: 21 of the first above all 32 of the second.
 FOR_EACH_PROCESSOR void compare(const uint32_t* drawn, float* out, int64_t count, int64_t below) {
@@ -245,36 +210,21 @@ void lowtide_max_pool(const Pool* pool, int64_t threads) {
 // Fills `out` with ones where a draw of 53 bits is less than `below`, else with zeros; the state goes on as in torch.
 // Returns 0, or 1 with nothing changed where this is no state that torch can have saved.
 int64_t lowtide_bernoulli(Saved* state, float* out, int64_t count, int64_t below) {
-  if (state->left < 1 || state->left > kWords || state->next > static_cast<uint64_t>(kWords - state->left + 1)) {
+  if (!Twister::is_sound(*state)) {
     return 1;
   }
-  uint32_t words[kWords], drawn[kWords + 1];
-  for (int i = 0; i < kWords; ++i) {
-    words[i] = static_cast<uint32_t>(state->words[i]);
-  }
-  int64_t next = static_cast<int64_t>(state->next), left = state->left - 1, held = 0;
+  Twister twister(*state);
+  uint32_t drawn[kWords + 1];
+  int64_t held = 0;
   while (count > 0) {
-    if (left == 0) {
-      renew(words);
-      next = 0;
-      left = kWords;
-    }
-    const int64_t take = std::min(left, 2 * count - held);
-    temper(words + next, drawn + held, take);
-    next += take;
-    left -= take;
-    held += take;
+    held += twister.draw(drawn + held, 2 * count - held);
     compare(drawn, out, held / 2, below);
     out += held / 2;
     count -= held / 2;
     drawn[0] = drawn[held - 1];  // half a number, where there is an odd one
     held %= 2;
   }
-  for (int i = 0; i < kWords; ++i) {
-    state->words[i] = words[i];
-  }
-  state->next = static_cast<uint64_t>(next);
-  state->left = static_cast<int32_t>(left + 1);
+  twister.save(*state);
   return 0;
 }
 

@@ -23,20 +23,37 @@ from lowtide.allocator import scratch
 from lowtide.costs import Costs
 from lowtide.device import Device
 from lowtide.graph import Graph, Op
-from lowtide.kernels import blocked, blocked_plain, collectives, forms, opaque, own, sparse
-from lowtide.measure.book import Book
+from lowtide.kernels import collectives, forms, own, sparse
+from lowtide.limits import Limits
+from lowtide.measure.book import Book, kept_open
 from lowtide.measure.lanes import correct_lanes, corrected, measure_lanes, with_lanes
+from lowtide.measure.limits import limits_of, probes, work
 from lowtide.measure.roofline import roofline
 from lowtide.measure.specimen import read_order, specimen
 from lowtide.measure.surroundings import surroundings
+from lowtide.private import usual_arithmetic
 
-__all__ = ["correct", "correct_lanes", "corrected", "measure", "measure_lanes", "roofline", "with_lanes"]
+__all__ = [
+    "correct",
+    "correct_lanes",
+    "corrected",
+    "differing",
+    "kept_open",
+    "limits",
+    "measure",
+    "measure_lanes",
+    "roofline",
+    "with_lanes",
+    "work",
+]
 
 PATIENCE = 300  # seconds after which a call is given up
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
 NO_MEMORY = "the system has no memory for the process that measures"
 PROBE, GLANCE = 2**18, 0.05  # numbers that all threads work on, and for how many seconds, to see if they have cores
 RIGHT = 0.01  # of a step: prices that are off by less are not corrected
+
+_again: set[tuple[Path | None, str]] = set()  # disturbed prices that this process has asked again: once is enough
 
 
 def measure(
@@ -45,21 +62,28 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     cache: bool = True,
     corrected: bool = True,
+    hurried: bool = False,
 ) -> Costs:
     """Measure every distinct op of the graph; what cannot be measured is estimated, and noted.
 
-    Where steps have corrected a price (see `correct`), that is the one, unless it is not wanted.
+    Where steps have corrected a price (see `correct`), that is the one, unless it is not wanted. `hurried`, for a graph
+    that may not be planned at all, runs ops that are new just once; their seconds are measured when they are asked for.
     """
     keys, specimens = _specimens(graph)
     where = device.of(graph.device)
     metered = where.missing() is None
     book = _book(graph) if cache else None
     answers = {key: book.answers[key] for key in specimens if book is not None and key in book.answers}
-    disturbed = [key for key, answer in answers.items() if answer["disturbed"]]
-    again = set(disturbed) if disturbed and _is_calm(where, graph.device) else set()
-    missing = [key for key in specimens if key not in answers or key in again]
-    for done, (key, answer) in enumerate(zip(missing, _ask([specimens[key] for key in missing]), strict=True)):
-        answers[key] = {**answers.get(key, {}), **answer}  # what steps say of it stays
+    path = None if book is None else book.path
+    disturbed = [key for key, answer in answers.items() if answer["disturbed"] and (path, key) not in _again]
+    again = set(disturbed) if disturbed and not hurried and _is_calm(where, graph.device) else set()
+    once = set() if hurried else {key for key, answer in answers.items() if answer.get("hurried", False)}
+    missing = [key for key in specimens if key not in answers or key in again or key in once]
+    _again.update((path, key) for key in again)
+    asked = _ask([{**specimens[key], "hurried": True} if hurried else specimens[key] for key in missing])
+    for done, (key, answer) in enumerate(zip(missing, asked, strict=True)):
+        known = {name: told for name, told in answers.get(key, {}).items() if name != "hurried"}
+        answers[key] = {**known, **answer}  # what steps say of it stays
         if progress is not None:
             progress(done + 1, len(missing))
     if book is not None and missing:
@@ -69,6 +93,28 @@ def measure(
         return costs
     note = "temporaries inside ops are not in these costs: lowtide's meter could not be built here."
     return dataclasses.replace(costs, notes=(note, *costs.notes))
+
+
+def differing(graph: Graph) -> tuple[int, ...]:
+    """The ops of ours that stand for torch's and have other bits than torch's here; nothing else is measured."""
+    keys, specimens = _specimens(graph)
+    ours = [index for index, op in enumerate(graph.ops) if op.target in kernels.TRIED]
+    if not usual_arithmetic():
+        return tuple(ours)
+    book = _book(graph)
+    wanted = dict.fromkeys(key for index in ours if (key := keys[index]) is not None)
+    answers = {key: book.answers[key] for key in wanted if key in book.answers}
+    missing = [key for key in wanted if key not in answers]
+    answers |= dict(zip(missing, _ask([specimens[key] for key in missing]), strict=True))
+    book.add({key: answers[key] for key in missing if "error" not in answers[key]})
+    return tuple(index for index in ours if not answers[str(keys[index])].get("exact", False))
+
+
+def limits(graph: Graph, *, progress: Callable[[int, int], None] | None = None) -> Limits:
+    """Measure what this machine can do at most of what a step is made of."""
+    needed = {item.dtype for item in work(graph) if item.operations}
+    probed = probes(graph.device, sorted(needed))
+    return limits_of(probed, measure(probed, progress=progress, corrected=False))
 
 
 def correct(graph: Graph, costs: Costs, seconds: Mapping[int, float]) -> None:
@@ -106,7 +152,8 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
             keys.append(None)
             continue
         cut = {**specimen(graph, index), **around[index]}
-        key = files.digest(cut)
+        made_of = kernels.made_of(op.target)
+        key = files.digest(cut if made_of is None else [cut, made_of])
         specimens[key] = cut
         keys.append(key)
     return keys, specimens
@@ -126,7 +173,7 @@ def _costs(
     in_arena, in_heap = [0] * len(graph.ops), [0] * len(graph.ops)
     in_place: list[tuple[tuple[int, int], ...]] = [()] * len(graph.ops)
     failures: dict[str, str] = {}
-    differing: list[int] = []
+    others: list[int] = []
     for index, (op, key) in enumerate(zip(graph.ops, keys, strict=True)):
         if key is None:
             if op.target not in collectives.COLLECTIVES:
@@ -134,8 +181,8 @@ def _costs(
             in_arena[index] = in_heap[index] = _held_inside(graph, op, where.alignment)
             continue
         answer = answers[key]
-        if op.target in blocked.TARGETS and not answer.get("exact", False):
-            differing.append(index)
+        if op.target in kernels.TRIED and not answer.get("exact", False):
+            others.append(index)
         if "error" in answer:
             failures[op.target] = answer["error"]
             continue
@@ -167,7 +214,7 @@ def _costs(
         alignment=where.alignment,
         code=sum(answers[key].get("code", 0) for key in {key for key in keys if key is not None}),
         notes=notes,
-        differing=tuple(differing),
+        differing=tuple(others) if usual_arithmetic() else None,  # for the process that measures is told nothing
     )
 
 
@@ -249,8 +296,8 @@ def _end(process: subprocess.Popen[str]) -> int:
 def _how() -> list[str]:
     """What the answers depend on besides the machine: the code that measures, and our own kernels."""
     here = [Path(__file__).with_name(name) for name in ("bench_call.py", "specimen.py", "surroundings.py", "trial.py")]
-    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE, blocked.SOURCE)
-    modules = (scratch, own, forms, sparse, blocked, blocked_plain, opaque)
+    sources = (own.SOURCE, forms.SOURCE, sparse.SOURCE)
+    modules = (scratch, own, forms, sparse)
     return [
         path.read_text(encoding="utf-8")
         for path in (*here, *(Path(str(module.__file__)) for module in modules), *sources)

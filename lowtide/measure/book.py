@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lowtide import files
@@ -11,6 +13,7 @@ from lowtide.files.cache import own_folder, read_own, trim
 from lowtide.files.shapes import Absent, Misshapen, amount, flag, many, maybe, record, row, text, whole
 
 Answer = dict[str, Any]
+Change = tuple[int, int, int]  # of a file: its number, when it was written, its bytes
 
 ANSWER = record(
     {
@@ -22,6 +25,7 @@ ANSWER = record(
         "outputs": many(maybe(whole())),
         "in_place": many(row(whole(), whole())),
         "code": whole(),
+        "hurried": Absent(flag, False),  # it ran once only: its bytes are known, its seconds more or less
         "exact": Absent(flag, True),  # whether a call of ours has torch's bits here
         "in_step": Absent(amount, None),  # seconds as steps saw them
     }
@@ -29,12 +33,38 @@ ANSWER = record(
 ENTRY = record({"answer": ANSWER, "sha256": text})
 
 
+_open: dict[Path, tuple[Change, Answers]] | None = None  # books that were read, while someone keeps them open
+
+
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """A context in which a book that nobody writes to is read once, however many graphs are measured."""
+    global _open
+    if _open is not None:
+        yield
+        return
+    _open = {}
+    try:
+        yield
+    finally:
+        _open = None
+
+
+def _last_change(path: Path) -> Change | None:
+    """What is another one once a file was written; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 class Book:
     """The answers that were given before, in one file; `depends` is all that they depend on besides the specimen."""
 
     def __init__(self, depends: list[Any]) -> None:
         self.path = own_folder() / f"costs-{files.digest(depends)[:16]}.json"
-        self.answers = Answers(self._read())
+        self.answers = self._remembered()
 
     def add(self, answers: Mapping[str, Answer]) -> None:
         """Write new answers beside those that are there now; a folder that cannot be written is no failure.
@@ -48,6 +78,15 @@ class Book:
             trim(self.path.parent, spare=self.path)
         except (OSError, ValueError):  # ValueError: a time that is no number
             return
+
+    def _remembered(self) -> Answers:
+        """The answers of the file, as they were read last where it is still the same."""
+        found = _last_change(self.path)
+        if _open is None or found is None:
+            return Answers(self._read())
+        if self.path not in _open or _open[self.path][0] != found:
+            _open[self.path] = (found, Answers(self._read()))
+        return _open[self.path][1]
 
     def _read(self) -> dict[str, Any]:
         """The entries of the file, whole or not."""

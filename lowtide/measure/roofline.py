@@ -10,7 +10,7 @@ from lowtide import device, kernels
 from lowtide.aten import ELEMENTWISE, LSTM_BACKWARD, RECURRENT
 from lowtide.costs import Costs, lanes
 from lowtide.graph import Graph, Read
-from lowtide.kernels import blocked, sparse
+from lowtide.kernels import sparse
 from lowtide.kernels.shapes import Shapes
 from lowtide.private import flop_registry
 
@@ -21,7 +21,7 @@ LAUNCH = 1e-6  # seconds that any call takes
 
 def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH) -> Costs:
     """Estimate each op as the larger of its arithmetic and its traffic; bytes as declared, no temporaries."""
-    work = _Work(graph)
+    work = Demand(graph)
     seconds, in_place = [], []
     for index, op in enumerate(graph.ops):
         if op.target.startswith("operator.") or op.target == kernels.HANDOVER:
@@ -45,7 +45,7 @@ def roofline(graph: Graph, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH
 
 def traffic(graph: Graph) -> list[int]:
     """For each op the bytes that it reads and writes."""
-    work = _Work(graph)
+    work = Demand(graph)
     known = [not (op.target.startswith("operator.") or op.target == kernels.HANDOVER) for op in graph.ops]
     return [work.traffic(index) if counts else 0 for index, counts in enumerate(known)]
 
@@ -66,7 +66,7 @@ def _sizes(graph: Graph, value: int) -> tuple[Any, ...]:
     return (item.dtype, item.shape, item.stride, item.nbytes)
 
 
-class _Work:
+class Demand:
     """What each op has to do, by the shapes of its arguments."""
 
     def __init__(self, graph: Graph) -> None:
@@ -85,17 +85,24 @@ class _Work:
 
     def arithmetic(self, index: int) -> float:
         """Floating point operations of matrix products, convolutions and attention; 0 for all other ops."""
+        return self.counted(index) or 0.0
+
+    def counted(self, index: int) -> float | None:
+        """The same; None where no rule counts them."""
         op = self.graph.ops[index]
         if op.target in RECURRENT:
             return self.recurrent(index)
         if sparse.is_product(op.target):
             made = self.shapes.tensor(Read(op.makes[0]))
             return sparse.operations(op.target, [self.shapes.argument(arg) for arg in op.args], made)
-        if blocked.is_product(op.target):
-            return blocked.operations(op.target, [self.shapes.argument(arg) for arg in op.args])
+        own = kernels.TRIED.get(op.target)
+        if own is not None and own.operations is not None:
+            return own.operations([self.shapes.argument(arg) for arg in op.args])
+        if op.target.startswith("operator."):
+            return None
         packet = kernels.overload(op.target).overloadpacket
         if packet not in flop_registry:
-            return 0.0
+            return None
         args = [self.shapes.argument(arg) for arg in op.args]
         kwargs = {key: self.shapes.argument(arg) for key, arg in op.kwargs}
         results = [None if value is None else self.shapes.tensor(Read(value)) for value in op.outputs]
@@ -103,7 +110,7 @@ class _Work:
         try:
             return float(flop_registry[packet](*args, **kwargs, out_val=result))
         except (AssertionError, RuntimeError, TypeError, ValueError):  # torch counts other arguments than these
-            return 0.0
+            return None
 
     def recurrent(self, index: int) -> float:
         """Two operations for each weight, time step and sequence; the backward has twice as many."""

@@ -25,13 +25,14 @@ from lowtide.plan.layout import layout
 from lowtide.plan.order import captured_order, early_updates, late_results
 from lowtide.plan.pebble import one_shot
 from lowtide.plan.problem import Ints, Problem, library, problem
-from lowtide.plan.recompute import Lead, lowest, recompute
+from lowtide.plan.recompute import Lead, Prove, lowest, recompute
 from lowtide.plan.settings import (
     ARENA_ATTEMPTS,
     ARENA_STEP,
     CLOSE_TO_BOUND,
     FAR_OVER,
     MIXED_SHARE,
+    PROOF_SHARE,
     SAME_SECONDS,
     SLIGHT_EXCESS,
     SMALL_GRAPH,
@@ -339,13 +340,18 @@ class Planning:
         bound = max(bound, proven)
         starts = [*known, *self._chains(budget), self.order, *self._holding(own, gate)]
         until = self._until(max(begun + self.time_limit, time.monotonic() + self.time_limit / 4))
-        lead = self._lead(budget, bound)
-        program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead)
-        if gate is not None and self.copying is None and quickest - bound > CLOSE_TO_BOUND * self.base:
+        lead, proof = self._lead(budget, bound), _Proof(self.gates, gate, own, bound)
+
+        def prove(seconds: float) -> float:
+            return self._enough(proof.within(self.time_limit * PROOF_SHARE, seconds - self.base))
+
+        early = prove if gate is not None and self.copying is None else None
+        program, quickest = self._within(self.arrays, starts, budget, bound, self.time_limit, until, lead, early)
+        if gate is not None and self.copying is None and quickest - proof.bound > CLOSE_TO_BOUND * self.base:
             now = time.monotonic()  # where the search took longer than it should, the bound gets less
             until = max(now + self.time_limit / 8, min(now + self.time_limit / 2, begun + 1.5 * self.time_limit))
-            bound = bound_together(self.gates, gate, own, bound, quickest, until)
-        return program, bound
+            proof.within(until - now, quickest)
+        return program, proof.bound
 
     def _until(self, end: float) -> float:
         return end if self.clock else float("inf")
@@ -359,11 +365,12 @@ class Planning:
         limit: float,
         until: float,
         lead: Lead | None = None,
+        prove: Prove | None = None,
     ) -> tuple[Program | None, float]:
         """The quickest program within the budget that the search finds, and the seconds that it first took more."""
         target, more, program, quickest = budget, limit / 8, None, 0.0
         for _ in range(ARENA_ATTEMPTS):
-            sequence = self._recompute(arrays, starts, target, bound, limit, until, lead)
+            sequence = self._recompute(arrays, starts, target, bound, limit, until, lead, prove)
             if sequence is None:
                 break
             timed, seconds = arrays.retimed(sequence, target)
@@ -389,16 +396,29 @@ class Planning:
         limit: float,
         until: float,
         lead: Lead | None = None,
+        prove: Prove | None = None,
     ) -> Ints | None:
         """The quickest sequence within the target from these starts, or from the one with the least peak."""
-        enough = self.base * (1 + CLOSE_TO_BOUND / 10) + bound
         tell = None if self.progress is None else self._tell(bound)
         found = recompute(
-            arrays, starts, target, limit=limit, until=until, enough=enough, seed=self.seed, progress=tell, lead=lead
+            arrays,
+            starts,
+            target,
+            limit=limit,
+            until=until,
+            enough=self._enough(bound),
+            seed=self.seed,
+            progress=tell,
+            lead=lead,
+            prove=prove,
         )
         if found is None and arrays is self.arrays and arrays.peak(self._lowest_sequence) <= target:
             return self._recompute(arrays, [self._lowest_sequence], target, bound, limit, until)
         return found
+
+    def _enough(self, bound: float) -> float:
+        """The seconds of a sequence with which a search ends: no other saves more than a trifle."""
+        return self.base * (1 + CLOSE_TO_BOUND / 10) + bound
 
     def _tell(self, bound: float) -> Callable[[float], None]:
         def tell(seconds: float) -> None:
@@ -478,6 +498,24 @@ class Planning:
             least_bound=self._floor,
             planning_seconds=time.monotonic() - begun,
         )
+
+
+class _Proof:
+    """A lower bound on the seconds of recomputation, which gets better while there is time for it."""
+
+    def __init__(self, gates: list[Gate], gate: Gate | None, own: int, bound: float) -> None:
+        self.bound = bound
+        self._gates, self._gate, self._own = gates, gate, own
+        self._whole = gate is None  # nothing more can be proven
+
+    def within(self, limit: float, quickest: float) -> float:
+        """The bound after so many seconds more, where that is less than the quickest plan needs."""
+        if not self._whole:
+            assert self._gate is not None
+            begun = time.monotonic()
+            self.bound = bound_together(self._gates, self._gate, self._own, self.bound, quickest, begun + limit)
+            self._whole = time.monotonic() - begun < limit / len(self._gates)  # no program was cut short
+        return self.bound
 
 
 def _no_copies() -> UsageError:

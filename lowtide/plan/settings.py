@@ -11,6 +11,7 @@ from __future__ import annotations
 # ------------------------------------------------------------------------------------------------ planning.py: one plan
 TIME_LIMIT = 6.0  # seconds of search for one plan, unless the caller says otherwise [chosen]
 CLOSE_TO_BOUND = 0.001  # of the step's seconds: a plan this near its bound needs no better bound [0009]
+PROOF_SHARE = 0.125  # of the time limit: for a bound before the race, which it may make needless [0099]
 SMALL_GRAPH = 64  # ops: a graph that may be solved exactly [0009]
 SMALL_GRAPH_STATES = 200_000  # states that the exact solver may meet for it [0009]
 ARENA_ATTEMPTS = 8  # searches to get an arena into the budget, each time with a little less in use [chosen]

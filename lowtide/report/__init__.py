@@ -9,6 +9,7 @@ from lowtide.report.explain import Explanation, explain, find_values
 from lowtide.report.fitted import Measured, show_fitted
 from lowtide.report.frontier import Frontier, Point, Technique
 from lowtide.report.offloaded import Offloaded, offloaded, show_offloaded
+from lowtide.report.pace import Paced, PaceReport, paced
 from lowtide.report.page import (
     Advice,
     Metered,
@@ -38,6 +39,8 @@ __all__ = [
     "Measured",
     "Metered",
     "Offloaded",
+    "PaceReport",
+    "Paced",
     "Page",
     "Peaks",
     "PlanReport",
@@ -56,6 +59,7 @@ __all__ = [
     "explain",
     "find_values",
     "offloaded",
+    "paced",
     "profile",
     "refuse_page",
     "show_advice",

@@ -12,7 +12,7 @@ from lowtide.report.forgotten import forgotten_values
 from lowtide.report.offloaded import show_offloaded
 from lowtide.report.plan import Summary, show_overhead, show_rewrite
 from lowtide.report.table import Table
-from lowtide.rewrites import KEEPS, TRIED, exactness
+from lowtide.rewrites import KEEPS, exactness
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def show_fitted(summary: Summary, measured: Measured) -> str:
     ]
     if changing := [one for one in summary.rewrites if one.exactness != "bitwise"]:
         rows.append(("rewritten", ", ".join(map(show_rewrite, changing)), KEEPS[exactness(changing)]))
-    if tried := [one for one in summary.rewrites if one.name in TRIED]:
+    if tried := [one for one in summary.rewrites if one.tried]:
         rows.append(
             ("own kernels", ", ".join(map(show_rewrite, tried)), "tried here: torch's bits in every call, sooner")
         )

@@ -59,21 +59,22 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST)
         yield from _head(self.heading, self.profile)
-        yield from _section("Peak of one step", _peaks(self.profile, self.peaks, width))
-        yield from _section("Alive at the peak, by category", _categories(self.profile, width))
-        yield from _section("Alive at the peak, by module", _modules(self.profile, width))
-        yield from _section("Alive at the peak, largest values", _largest(self.profile, width))
-        yield from _section("Over the step", _curve(self.profile, width))
+        yield from section("Peak of one step", _peaks(self.profile, self.peaks, width))
+        yield from section("Alive at the peak, by category", _categories(self.profile, width))
+        yield from section("Alive at the peak, by module", _modules(self.profile, width))
+        yield from section("Alive at the peak, largest values", _largest(self.profile, width))
+        yield from section("Over the step", _curve(self.profile, width))
         if self.notes:
-            yield from _section("Notes", (_paragraph(note, width) for note in self.notes))
+            yield from section("Notes", (paragraph(note, width) for note in self.notes))
 
 
-def _section(title: str, body: Iterable[RenderableType]) -> Iterator[RenderableType]:
+def section(title: str, body: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """What stands below a title."""
     yield Text(f"\n{title}", style="bold")
     yield from body
 
 
-def _paragraph(text: str, width: int, style: str = "") -> Text:
+def paragraph(text: str, width: int, style: str = "") -> Text:
     """A text in lines of this width, moved in like the tables."""
     return Text(fill(text, width, initial_indent="  ", subsequent_indent="    "), style=style)
 
@@ -102,7 +103,7 @@ def _peaks(profile: Profile, peaks: Peaks, width: int) -> Iterator[RenderableTyp
     module = f" of {peak_op.module}" if peak_op.module else ""
     source = f", {peak_op.source}" if peak_op.source else ""
     target = peak_op.target.removesuffix(".default")
-    yield _paragraph(f"reached in the {peak_op.phase}: {target}{module}{source}", width)
+    yield paragraph(f"reached in the {peak_op.phase}: {target}{module}{source}", width)
 
 
 def _against(metered: int, predicted: int) -> str:
@@ -127,7 +128,7 @@ def _categories(profile: Profile, width: int) -> Iterator[RenderableType]:
     yield Table("lrrl", [*rows, ("all", show_bytes(profile.peak), "100.0%", "")], (), ("", "bold", "", "cyan"), 2)
     empty = [name for name in profile.categories if name not in held]
     if empty:
-        yield _paragraph(f"nothing in {', '.join(empty)}", width, "dim")
+        yield paragraph(f"nothing in {', '.join(empty)}", width, "dim")
 
 
 def _modules(profile: Profile, width: int) -> Iterator[RenderableType]:
@@ -148,7 +149,7 @@ def _modules(profile: Profile, width: int) -> Iterator[RenderableType]:
         rows.append([*row, bar(nbytes, largest, room) if room > 6 else ""])
     titles = ("module", "", "all", "", "weights", "the rest", "")
     yield Table("srrrrrl", rows, titles, ("", "", "bold", "", "", "", "cyan"), 2)
-    yield _paragraph("weights: parameters, gradients, optimizer state and buffers", width, "dim")
+    yield paragraph("weights: parameters, gradients, optimizer state and buffers", width, "dim")
 
 
 def _times(count: int) -> str:

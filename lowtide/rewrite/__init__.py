@@ -16,11 +16,14 @@ from lowtide.errors import ProgramError, UsageError
 from lowtide.graph import Graph, Place
 from lowtide.resized import Resized
 from lowtide.rewrite import activations, statistics
+from lowtide.rewrite.attention import attention
 from lowtide.rewrite.blocked import blocked
 from lowtide.rewrite.chunked_loss import chunked_loss
 from lowtide.rewrite.chunked_loss import counts as counts_of_chunks
 from lowtide.rewrite.chunks import counts, cut, longest
 from lowtide.rewrite.input8 import input8
+from lowtide.rewrite.joined_norms import joined
+from lowtide.rewrite.joined_updates import joined_updates
 from lowtide.rewrite.merge import merged
 from lowtide.rewrite.microbatch import counts as counts_of_parts
 from lowtide.rewrite.microbatch import microbatch
@@ -28,7 +31,7 @@ from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
 from lowtide.rewrite.sizes import sizes_only
-from lowtide.rewrite.sparse import DENSITY, sparse
+from lowtide.rewrite.sparse import DENSITIES, sparse
 from lowtide.rewrite.split import large_ops, shares
 from lowtide.rewrite.state8 import state8
 from lowtide.rewrite.updates import fused
@@ -38,6 +41,7 @@ from lowtide.rewrites import Change, Exactness, Rewrite, Setting
 __all__ = [
     "EXACT",
     "PASSES",
+    "TRIED",
     "Pass",
     "Rewritten",
     "Trail",
@@ -65,6 +69,9 @@ class Pass:
     alike: bool = False  # the step at other sizes goes through it, too
     alone: bool = False  # it leaves nothing for others to split
     instead_of: str = ""  # a milder pass that this one takes the place of
+    tried: bool = (
+        False  # bitwise where a trial here says so: taken without leave if it has torch's bits, and is quicker
+    )
 
     def settings(self, graph: Graph, resized: Resized | None) -> tuple[Setting, ...]:
         """What may be tried on a captured graph; nothing where the step can't be captured at other sizes."""
@@ -74,7 +81,7 @@ class Pass:
 
     def by(self, setting: Setting = None) -> Rewrite:
         """What the pass is called in plans and reports."""
-        return Rewrite(self.name, setting, self.exactness)
+        return Rewrite(self.name, setting, self.exactness, tried=self.tried)
 
 
 PASSES = (  # in the order in which they run: what takes ops apart comes before what offers others beside them
@@ -85,20 +92,24 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("chunked-loss", "rounding", chunked_loss, counts_of_chunks, resizes=True),
     Pass("split", "rounding", large_ops, shares, resizes=True),
     Pass("input8", "lossy", input8),
-    Pass("sparse", "lossy", sparse, lambda graph: (DENSITY,)),
+    Pass("sparse", "lossy", sparse, lambda graph: DENSITIES),
     Pass("weights16", "lossy", weights16),
     Pass("state8", "lossy", state8),
     Pass("updates", "bitwise", lambda graph, _: fused(graph)),  # of what is lossy already
     Pass("activations16", "lossy", activations.packed16, activations.settings),
     Pass("activations8", "lossy", activations.packed8, activations.settings, instead_of="activations16"),
     Pass("activations4", "lossy", activations.packed4, activations.settings, instead_of="activations8"),
-    Pass("blocked", "bitwise", blocked),
+    Pass("blocked", "bitwise", blocked, tried=True),
+    Pass("joined-norms", "bitwise", joined, tried=True),  # of those in blocks
+    Pass("attention", "bitwise", attention, tried=True),
+    Pass("joined-updates", "bitwise", joined_updates, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
     Pass("offload", "bitwise", may_wait),
     Pass("homes", "bitwise", moved_out),
 )
 EXACT = tuple(one.by() for one in PASSES if one.name in ("merge", "updates", "sizes", "narrow"))  # what is always done
+TRIED = tuple(one for one in PASSES if one.tried)  # their setting names ops that stay torch's, with a plus between them
 
 
 @dataclass(frozen=True)

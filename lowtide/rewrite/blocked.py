@@ -16,6 +16,7 @@ from typing import Any
 from lowtide.aten import ADD, RELU, RELU_BACKWARD, RELU_ITSELF
 from lowtide.graph import Arg, Form, Graph, Op, Read, Value
 from lowtide.kernels import blocked as ops
+from lowtide.kernels.blocked_norm import NORM, NORM_BACKWARD
 from lowtide.kernels.opaque import BLOCK, Sizes, held, strides, works
 from lowtide.kernels.shapes import Shapes
 from lowtide.rewrite.editor import Editor
@@ -94,8 +95,8 @@ class _Blocking:
         x, weight, bias, mean, var, training, momentum, eps = op.args
         if training is not True or not self._is_blocked(x) or not self._fits(op.outputs[0]):
             return False
-        args = (self._in_blocks(x, index), weight, bias, mean, var, momentum, eps, None, False, self._images(x))
-        self._change(index, op, ops.NORM, args, op.outputs[:1])
+        args = ((self._in_blocks(x, index),), weight, bias, mean, var, momentum, eps, None, False, self._images(x))
+        self._change(index, op, NORM, args, op.outputs[:1])
         return True
 
     def norm_backward(self, index: int, op: Op) -> bool:
@@ -105,8 +106,8 @@ class _Blocking:
         if not self._whole_blocks(gradient) or not self._fits(op.outputs[0]):
             return False
         seen, read = self._in_blocks(gradient, index), self._in_blocks(x, index)
-        args = (seen, read, weight, None, mean, scale, None, False, eps, self._images(x))
-        self._change(index, op, ops.NORM_BACKWARD, args, op.outputs[:1])
+        args = (seen, None, (read,), weight, None, mean, scale, None, False, False, eps, self._images(x))
+        self._change(index, replace(op, outputs=(*op.outputs, None)), NORM_BACKWARD, args, op.outputs[:1])
         return True
 
     def elementwise(self, index: int, op: Op) -> bool:

@@ -39,7 +39,7 @@ def input8(graph: Graph, setting: Setting) -> Graph:
             _Bytes(editor, item).divide()
         elif value.dtype == "int64":
             _Narrow(editor, item).divide()
-    return editor.reordered()
+    return graph if tuple(editor.inputs) == graph.inputs else editor.reordered()
 
 
 class _Division:

@@ -22,7 +22,7 @@ from lowtide.rewrite.forms import Layout, candidates, in_parts
 from lowtide.rewrite.sparse_products import LEAST, with_kernels
 from lowtide.rewrites import Setting
 
-DENSITY = 0.3  # where nothing is said
+DENSITIES = (0.3, 0.2, 0.1, 0.05, 0.02)  # that are tried where nothing is said, the mildest first
 DENSE = "dense"  # the word for dense weights while their layers run, and torch's kernels
 MOVE = re.compile(r"move(?:[:=](\d+))?")  # the word for weights that move, every so many steps
 EVERY = 100  # steps, where nothing is said
@@ -41,7 +41,7 @@ class Choice:
 
 def read_choice(setting: Setting) -> Choice:
     """What a setting says."""
-    number, *words = str(DENSITY if setting is None else setting).split("/")
+    number, *words = str(DENSITIES[0] if setting is None else setting).split("/")
     moves = [found for found in map(MOVE.fullmatch, words) if found is not None]
     every = int(moves[0][1] or EVERY) if moves else 0
     try:

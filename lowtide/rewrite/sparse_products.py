@@ -97,15 +97,15 @@ class _Products:
             return
         assert isinstance(given, Read)
         self.editor.take_out(index)
-        if of_input is not None:
-            size = tuple(self.shapes.tensor(given).shape)
-            args = (gradient, *self.parts(found), size, found.shape, *window)
-            self.put(index, op, "input", sparse.CONVOLUTION_INPUT, args, of_input)
         if of_weight is not None:
             args = (gradient, given, self.parts(found)[1], found.room, found.shape, *window)
             self.gradient(index, op, sparse.CONVOLUTION_WEIGHT, args, of_weight, found)
         if of_bias is not None:
             self.put(index, op, "bias", "aten.sum.dim_IntList", (gradient, (0, 2, 3)), of_bias)
+        if of_input is not None:  # last: then it may lie on the incoming gradient
+            size = tuple(self.shapes.tensor(given).shape)
+            args = (gradient, *self.parts(found), size, found.shape, *window)
+            self.put(index, op, "input", sparse.CONVOLUTION_INPUT, args, of_input)
 
     def product(self, index: int, op: Op) -> None:
         """A matrix product with a weight, with one transposed, or of two matrices to the gradient of a weight."""

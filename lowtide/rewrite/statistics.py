@@ -16,7 +16,7 @@ from lowtide.kernels.grouped import BACKWARD, NORM, RUNNING, SAVED, SUMS, fits
 from lowtide.rewrite.editor import Editor
 
 WHOLE, WHOLE_BACKWARD = "aten.native_batch_norm.default", "aten.native_batch_norm_backward.default"
-MOST = 5  # groups, at the least, of what is tried: with fewer there is little to win
+FEWEST = 2  # groups of what is tried
 INPUT, WEIGHT, BIAS, MEAN, VAR, TRAINS, MOMENTUM, EPSILON = range(8)  # arguments of the whole one
 
 
@@ -41,7 +41,7 @@ def sizes(graph: Graph) -> tuple[int, ...]:
     batch = min((shape[0] for shape in shapes), default=0)
     return tuple(
         size
-        for size in range(batch // MOST, 0, -1)
+        for size in range(batch // FEWEST, 0, -1)
         if batch % (2 * size) == 0 and all(fits(shape, size) for shape in shapes)
     )
 

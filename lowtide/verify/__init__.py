@@ -12,23 +12,20 @@ from lowtide.budget import free_memory
 from lowtide.errors import LowtideWarning, UsageError, VerifyError
 from lowtide.execute import Runner
 from lowtide.verify.blame import Blame, Eager, find_blame, repeated
+from lowtide.verify.changed import ChangedVerifier
 from lowtide.verify.compare import MISSING, Difference, Run, Tally, compare, generators, put_generators, variables_of
 from lowtide.verify.copies import Copy
 
-__all__ = ["Tally", "Verifier", "announce", "refuse_call"]
+__all__ = ["ChangedVerifier", "Tally", "Verifier", "announce", "refuse_call"]
 
 SHOWN = 5  # differences that an error lists
 REACHES = "it reaches what it trains by another way than its arguments and the variables that it names itself."
 
 
-def refuse_call(steps: Any, *, allowed: bool = False) -> None:
+def refuse_call(steps: Any) -> None:
     """Raise where so many steps can't be compared."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(f"verify={steps!r} is no number of steps.", hint="verify=3 compares the first three.")
-    if steps and allowed:
-        raise UsageError(
-            "with allow or rounding=True bits may differ from eager's by design.", hint="verify without it."
-        )
 
 
 def announce(steps: int, *, peak: int, eager_peak: int, persistent: int, tell: Callable[[str], None] | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.packed import Packed
 from lowtide.verify.copies import PLAIN, Copy, optimizers_of
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: compared under the names of what is in them
@@ -94,6 +95,12 @@ def _differences(expected: dict[str, Any], found: dict[str, Any], tally: Tally) 
 
 def differs(expected: Any, found: Any, tally: Tally) -> str | None:
     """How two leaves differ, in words; None where they are the same to the bit."""
+    if isinstance(expected, Packed) and isinstance(found, Packed):
+        parts = expected.content.parts, found.content.parts
+        if parts[0].keys() != parts[1].keys():
+            return f"{', '.join(parts[0])} in eager, {', '.join(parts[1])} in lowtide"
+        apart = ((name, differs(one, parts[1][name], tally)) for name, one in parts[0].items())
+        return next((f"its {name}: {words}" for name, words in apart if words is not None), None)
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         tally.tensors += 1
         tally.nbytes += expected.nbytes

@@ -32,8 +32,7 @@ def with_errors(captured: Captured, batch: Batch, rewrites: Iterable[Rewrite]) -
     """
     found = tuple(rewrites)
     lossy = [one for one in found if one.exactness == "lossy"]
-    elsewhere = captured.guards.draws or any("handover" in op.channels for op in captured.graph.ops)
-    if not lossy or elsewhere:
+    if not lossy or not _measurable(captured):
         return found
     state = torch.get_rng_state()
     whole = _gradients(captured, captured.graph, batch, state)
@@ -44,6 +43,22 @@ def with_errors(captured: Captured, batch: Batch, rewrites: Iterable[Rewrite]) -
             errors[one.name] = distance(_gradients(captured, graph, batch, state), whole)
     torch.set_rng_state(state)
     return tuple(replace(one, error=errors.get(one.name, one.error)) for one in found)
+
+
+def error_of(captured: Captured, graph: Graph, batch: Batch) -> float | None:
+    """The part of the gradient's norm by which it is off after these rewrites; None where that can't be measured."""
+    if not _measurable(captured) or [item.path for item in graph.inputs] != [one.path for one in captured.graph.inputs]:
+        return None
+    state = torch.get_rng_state()
+    whole = _gradients(captured, captured.graph, batch, state)
+    found = _gradients(captured, graph, batch, state)
+    torch.set_rng_state(state)
+    return distance(found, whole) if found.keys() == whole.keys() else None
+
+
+def _measurable(captured: Captured) -> bool:
+    """Whether the ops of a step can run apart from it."""
+    return not captured.guards.draws and not any("handover" in op.channels for op in captured.graph.ops)
 
 
 def distance(found: dict[tuple[str, int], Any], whole: dict[tuple[str, int], Any]) -> float:

@@ -37,7 +37,7 @@ def surroundings() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch.is_anomaly_enabled(),
         private.mkldnn_enabled(),
-        private.matmul_precision(),
+        private.precision(),
         private.attention_kernels(),
         private.function_mode_count(),
         private.mode_count(),

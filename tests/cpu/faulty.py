@@ -158,8 +158,9 @@ class Trial:
         del error
         if allocator.installed():
             gc.collect()
-        assert not allocator.installed(), f"n = {n}: our allocator is still in place"
         assert all(arena.blocks == 0 for arena in POOL._idle), f"n = {n}: something is left in an arena"
+        POOL.empty()
+        assert not allocator.installed(), f"n = {n}: our allocator is still in place"
         self.usable(n)
         return outcome
 
@@ -200,6 +201,7 @@ def planned(faults: Faults, n: int) -> str:
     # Nothing has begun yet: torch's own words for a lack of memory are as clear.
     fine = failure is None or isinstance(failure, lowtide.LowtideError) or "alloc" in str(failure)
     assert fine, f"n = {n}: {failure!r}"
+    POOL.empty()
     assert not allocator.installed(), f"n = {n}"
     assert differing(before, dict(model.state_dict())) == set(), f"n = {n}"
     if outcome == "equal":

@@ -431,31 +431,6 @@ def test_an_evaluation_that_can_not_be_captured_runs_as_ever() -> None:
         mirror(torch.ones(5, 8))
 
 
-def test_the_arena_goes_back_for_an_evaluation_and_for_an_update() -> None:
-    POOL.empty()
-    mirror = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-    optimizer = torch.optim.Adam(mirror.parameters())
-    attached = lowtide.attach(mirror, None, optimizer, **QUICK)
-    for _ in range(3):
-        mirror(torch.ones(4, 256)).sum().backward()
-        held = POOL.held()
-        optimizer.step()
-    assert held > 0
-    assert POOL.held() == 0  # an update makes more than eager's backward had beside weights and gradients
-    mirror(torch.ones(4, 256)).sum().backward()
-    assert attached.fitted is not None
-    room = attached.fitted._latest.eager_peak - attached.fitted.plan.peak
-    attached.fitted.give_back(room)
-    assert POOL.held() == held
-    attached.fitted.give_back(room + 1)
-    assert POOL.held() == 0
-    mirror(torch.ones(4, 256)).sum().backward()
-    assert POOL.held() > 0
-    mirror.eval()
-    mirror(torch.ones(4, 256))
-    assert POOL.held() == 0
-
-
 def digits(planned: bool) -> tuple[int, list[Tensor]]:
     """The peak of a whole program, small batches to train and large ones to evaluate, and its losses."""
     torch.manual_seed(0)
@@ -527,7 +502,7 @@ def test_forwards_that_wait_are_counted_and_said() -> None:
     assert len(said) == 1
     count, nbytes = attached.outstanding
     assert count == 2
-    assert nbytes == 2 * attached.fitted.program.arena
+    assert attached.fitted.program.arena < nbytes <= 2 * attached.fitted.program.arena
     (first.sum() + second.square().sum()).backward()
     assert attached.outstanding == (0, 0)
     torch.manual_seed(4)
@@ -565,6 +540,35 @@ def test_one_autocast_around_two_calls_is_refused_where_eager_adds_in_its_precis
         loss = mirror(torch.randn(6, 8)).sum() + mirror(torch.randn(6, 8)).sum()
     with pytest.raises(lowtide.UsageError, match=r"under torch\.autocast[\s\S]*lowtide\.fit"):
         loss.backward()
+
+
+def test_an_argument_that_ops_have_made_is_cast_at_each_use() -> None:
+    """Autocast casts leaves once, and adds up the gradients of what it cast; those of others are added in 32 bits."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, three = (part(x) for part in self.parts)
+            return one.tanh() * two + three
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        before, model = nn.Linear(32, 32), Three()
+        if planned:
+            lowtide.attach(model, **QUICK)
+        for leaf in (False, True, False):
+            x = torch.randn(64, 32)
+            x = x.requires_grad_() if leaf else before(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().sum()
+            loss.backward()
+            found.append([x.grad if leaf else before.weight.grad.clone(), model.parts[0].weight.grad.clone()])
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert all(same(*pair) for pair in zip(one, other, strict=True))
 
 
 def test_each_autocast_has_its_plan() -> None:

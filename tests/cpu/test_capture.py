@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import cProfile
 import dataclasses
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from twins import assert_exact, assert_same, everything
 
 import lowtide
 from lowtide import models
-from lowtide.capture import calls
+from lowtide.capture import calls, capture
 
 
 def seeded(make: Callable[[], Any]) -> Any:
@@ -723,3 +725,14 @@ def test_hugging_face_outputs_come_back_whole() -> None:
     output = train(*recipe_of()[3])
     assert type(output).__name__ == "MaskedLMOutput"
     assert output["logits"] is output.logits
+
+
+def test_a_profiler_goes_on_after_a_capture() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        capture(*recipe(plain)())
+        string.capwords("still there")
+    finally:
+        profiler.disable()
+    assert any(getattr(entry.code, "co_name", "") == "capwords" for entry in profiler.getstats())

@@ -500,3 +500,15 @@ def test_a_long_run_does_not_grow() -> None:
     assert train.mismatches == 0
     assert train.peak is not None
     assert train.peak <= train.plan.budget  # type: ignore[operator]
+
+
+def test_making_a_step_leaves_old_objects_alone_and_the_collector_as_it_was() -> None:
+    before, seen = gc.get_threshold(), []
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    asked = {"budget": "100%", "costs": "roofline", "time_limit": 0.0}
+    lowtide.fit(step, model, optimizer, example=example, tell=lambda _: seen.append(gc.get_threshold()), **asked)
+    assert seen
+    assert set(seen) == {(*before[:2], making.NEVER)}
+    with pytest.raises(BudgetError):
+        lowtide.fit(step, model, optimizer, example=example, costs="roofline", budget=1)
+    assert gc.get_threshold() == before

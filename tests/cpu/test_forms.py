@@ -314,14 +314,6 @@ def test_trained_weights_say_what_is_dropped() -> None:
         model.load_state_dict(made()[0].state_dict())
 
 
-def test_verified_steps_and_wrapped_models_are_not_lossy() -> None:
-    model, optimizer = made()
-    from formed import step
-
-    with pytest.raises(lowtide.UsageError, match="by design"):
-        lowtide.fit(step, model, optimizer, example=batches(1)[0], allow="weights16", verify=1)
-
-
 def test_forms_are_refused_where_parameters_are_the_loops() -> None:
     with pytest.raises(lowtide.UsageError, match="weights16 would store parameters"):
         lowtide.wrap(

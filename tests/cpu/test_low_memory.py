@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from lowtide import allocator
 from lowtide.bench.cli import app  # noqa: F401 - adds the command
-from lowtide.bench.low_memory import EAGER, TASKS, Way, missing, ways_of
-from lowtide.bench.low_memory.runs import run
+from lowtide.bench.low_memory import EAGER, TASKS, Way, missing, runs, ways_of
+from lowtide.bench.low_memory.runs import Effort, run
 from lowtide.cli import app as commands
 
 TARGET = "wrn-28-2:blocks=1,batch=8"
@@ -21,7 +21,7 @@ needs_meter = pytest.mark.skipif(not allocator.available(), reason="needs the me
 
 
 def row(way: Way, part: str) -> Any:
-    return run(TASK, TARGET, way, part, steps=3, items=16, time_limit=0.5)
+    return run(TASK, TARGET, way, part, steps=3, items=16, effort=Effort(0.5))
 
 
 @needs_meter
@@ -43,6 +43,17 @@ def test_training_is_eager_s_where_nothing_is_allowed_and_near_it_else() -> None
     assert exact["score"] == eager["score"]
     assert exact["loss"] == eager["loss"]
     assert packed["loss"] == pytest.approx(eager["loss"], rel=1e-3)
+
+
+@needs_meter
+def test_a_way_with_a_budget_is_searched_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, effort = Way("within", "input8", "100%"), Effort(0.5, tmp_path / "plans" / "within.json")
+    run(TASK, TARGET, way, "memory", 0, 16, effort)
+    asked: list[dict[str, Any]] = []
+    fit = runs.fit
+    monkeypatch.setattr(runs, "fit", lambda *given, **told: asked.append(told) or fit(*given, **told))
+    assert run(TASK, TARGET, way, "1", 2, 16, effort)["items"] >= 16
+    assert [one.get("plan") for one in asked] == [effort.plan]
 
 
 def test_rows_of_techniques_that_are_not_there_are_left_out_by_name() -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from lowtide.device import CPU, Device
 from lowtide.execute.timings import PATIENCE, STEPS, Timings
 from lowtide.graph import Graph
 from lowtide.measure import bench_call
-from lowtide.measure.book import Book
+from lowtide.measure.book import Book, kept_open
 from lowtide.peaks.predict import predict
 from lowtide.program import Run
 
@@ -363,6 +364,97 @@ def test_a_price_of_a_busy_moment_is_asked_again_on_a_calm_machine(
     assert max(lowtide.measure(graph).seconds) == 1.0
     assert max(lowtide.measure(graph).seconds) == 1.0
     assert asked == [asked[0], 0, asked[0], 0]
+
+
+def test_a_price_that_stays_disturbed_is_asked_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    plain = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0, "in_place": [], "code": 0}
+    asked: list[int] = []
+
+    def answer(cuts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        asked.append(len(cuts))
+        for cut in cuts:
+            outputs = [item and item[3] for item in cut["outputs"]]
+            yield {**plain, "seconds": 1.0, "disturbed": True, "outputs": outputs}
+
+    monkeypatch.setattr(measuring, "_ask", answer)
+    monkeypatch.setattr(measuring, "_is_calm", lambda *_: True)
+    for _ in range(3):
+        lowtide.measure(graph)
+    assert asked == [asked[0], asked[0], 0]
+
+
+def test_what_ran_once_at_a_glance_is_measured_before_it_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    graph = lowtide.capture(*models.build(models.SMALL["mlp"])).graph
+    asked: list[list[bool]] = []
+    answers = measuring._ask
+
+    def answer(cuts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        asked.append([cut.get("hurried", False) for cut in cuts])
+        yield from answers(cuts)
+
+    monkeypatch.setattr(measuring, "_ask", answer)
+    glance, again = (lowtide.measure(graph, hurried=True) for _ in range(2))
+    full = lowtide.measure(graph)
+    assert again == glance
+    assert glance.nbytes == full.nbytes
+    assert glance.arena_temporaries == full.arena_temporaries
+    assert lowtide.measure(graph, hurried=True) == full
+    first, *others = asked
+    assert all(first)
+    assert others == [[], [False] * len(first), []]
+
+
+def test_an_open_book_is_read_once_until_someone_writes_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    room = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0}
+    answer = {"seconds": 1.0, "disturbed": False, **room, "outputs": [], "in_place": [], "code": 0}
+    Book([]).add({"a": answer})
+    read: list[Path] = []
+    once = Book._read
+    monkeypatch.setattr(Book, "_read", lambda book: read.append(book.path) or once(book))
+    with kept_open():
+        assert Book([]).answers == Book([]).answers == {"a": answer}
+        assert len(read) == 1
+        Book([]).add({"b": answer})
+        read.clear()
+        assert Book([]).answers == Book([]).answers == {"a": answer, "b": answer}
+        assert len(read) == 1
+    assert Book([]).answers == Book([]).answers
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+def test_a_step_that_was_measured_before_is_captured_and_searched_for_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    counted: Counter[str] = Counter()
+    making, planning = importlib.import_module("lowtide.fit.make"), importlib.import_module("lowtide.plan.planning")
+
+    def count(owner: Any, what: str) -> None:
+        once = getattr(owner, what)
+        monkeypatch.setattr(owner, what, lambda *a, **k: (counted.update([what]), once(*a, **k))[1])
+
+    def ask(cuts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        counted["ops"] += len(cuts)
+        for cut in cuts:
+            outputs = [item and item[3] for item in cut["outputs"]]
+            room = {"arena_temporaries": 0, "apart_temporaries": 0, "heap_temporaries": 0}
+            yield {"seconds": 1e-4, "disturbed": False, **room, "in_place": [], "code": 0, "outputs": outputs}
+
+    monkeypatch.setattr(measuring, "_ask", ask)
+    step, model, optimizer, example = models.build(models.SMALL[name])
+    lowtide.fit(step, model, optimizer, example=example, budget="100%")
+    for owner, what in ((making, "capture"), (Book, "_read"), (planning.Planning, "within")):
+        count(owner, what)
+    counted.clear()
+    lowtide.fit(step, model, optimizer, example=example, budget="100%")
+    assert counted == {"capture": 1, "_read": 1, "within": 1, "ops": 0}
 
 
 def test_a_device_is_calm_where_its_threads_wait_for_no_core() -> None:

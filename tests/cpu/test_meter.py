@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import shlex
@@ -21,6 +22,7 @@ from torch.nn import functional
 import lowtide
 from lowtide import allocator, files, native
 from lowtide.allocator import build
+from lowtide.allocator.arena import POOL
 from lowtide.errors import LowtideError, UsageError
 from lowtide.execute import arrangement
 
@@ -30,8 +32,12 @@ DEADLINE = 300  # seconds; nothing here needs more than a few, on a machine that
 
 @pytest.fixture(autouse=True)
 def nothing_left_installed() -> Iterator[None]:
+    if allocator.installed():
+        gc.collect()
+        POOL.empty()  # of arenas that steps of other tests left
     assert not allocator.installed()
     yield
+    POOL.empty()
     assert not allocator.installed()
 
 

@@ -111,11 +111,12 @@ def test_a_checkpoint_is_taken_up_or_refused(tmp_path: Path, count: int, seed: i
 
 def races() -> dict[str, Any]:
     """What `bench fit --keep` keeps of a target."""
-    cells = [Cell("mlp", "eager", "eager", seconds=1.0, own=1.0, time_ratio=1.0)]
+    survey = Survey("mlp", 3, 100, 200, 150, 0.1, 0.2, 0.3)
+    cells = [Cell("mlp", "eager", "eager", seconds=1.0, own=1.0, time_ratio=1.0, ratios=(1.0, 1.0))]
     cells.append(Cell("mlp", "lowtide 50%", "lowtide", percent=50.0, budget=10, own=0.5, time_ratio=1.1, equal=True))
     verdict = Verdict("mlp", "checkpoint", 0.5, 1.2, "lowtide 50%", 1.1, None, None)
     return {
-        "targets": [{**asdict(Survey("mlp", 3, 100, 200, 150, 0.1, 0.2, 0.3)), "ok": True}],
+        "targets": [{**asdict(survey), "better_peers": [["checkpoint", ["time"]]], "ok": True}],
         "rows": [{**asdict(cell), "ok": cell.ok} for cell in cells],
         "peers": [{**asdict(verdict), "faster": True, "smaller": False, "ok": False}],
     }
@@ -132,7 +133,7 @@ def test_kept_races_are_shown_or_refused(tmp_path: Path, count: int, seed: int) 
             kept = bench_fit._Kept(path, asked)
             bench_fit._cells(kept.rows(["mlp"], "rows"), [50.0], [])
             bench_fit._surveys(kept.rows(["mlp"], "targets"))
-            bench_fit._verdicts(kept.rows(["mlp"], "peers"))
+            bench_fit._verdicts(kept.rows(["mlp"], "peers"), kept.rows(["mlp"], "targets"))
             shown += 1
     assert shown > count / 100
 

@@ -571,25 +571,30 @@ def test_contexts_around_a_step_are_seen() -> None:
     assert changed(private.attention_kernels, plain) == ((True,) * 3, (False, False, True), (True,) * 3)
 
 
-@canary("deterministic_state", "matmul_precision", "mkldnn_enabled", does="sees settings that a step depends on")
+@canary(
+    *("deterministic_state", "product_precision", "precision", "mkldnn_enabled", "usual_arithmetic", "USUAL_PRECISION"),
+    does="sees settings that a step depends on",
+)
 def test_settings_are_seen() -> None:
-    before = private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled()
+    before = private.deterministic_state(), private.precision(), private.mkldnn_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    assert before == ((False, False, fill), torch.get_float32_matmul_precision(), True)
+    assert before == ((False, False, fill), private.USUAL_PRECISION, True)
+    assert private.usual_arithmetic()
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = not fill
         assert private.deterministic_state() == (True, True, not fill)
         torch.set_float32_matmul_precision("high")
-        assert private.matmul_precision() == "high"
+        assert private.precision()[0] == "high"
+        assert not private.usual_arithmetic()
         torch._C._set_mkldnn_enabled(False)
         assert not private.mkldnn_enabled()
     finally:
         torch._C._set_mkldnn_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.set_float32_matmul_precision(before[1])
-    assert before == (private.deterministic_state(), private.matmul_precision(), private.mkldnn_enabled())
+        torch.set_float32_matmul_precision(before[1][0])
+    assert before == (private.deterministic_state(), private.precision(), private.mkldnn_enabled())
 
 
 MODULES = torch.nn.modules.module

@@ -237,6 +237,17 @@ def test_with_all_weights_there_a_step_is_eager_s() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weights that were not zero are zero now")
+def test_the_gradient_of_the_input_is_made_last() -> None:
+    """By then nobody else reads the incoming gradient, on which it may lie."""
+    model, optimizer = made("sgd", convolutions=True)
+    names = [op.name for op in run(("sparse:0.3",), model, optimizer, batches(1)[0]).captured.graph.ops]
+    inputs = [name for name in names if name.startswith("convolution_backward") and name.endswith("_input")]
+    assert inputs
+    for name in inputs:
+        assert names.index(name.replace("_input", "_weight")) < names.index(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights that were not zero are zero now")
 def test_plans_write_results_over_what_they_are_made_of() -> None:
     """The least plan of a net of equal layers does, and changes no bit."""
     given, runs = batches(3), []

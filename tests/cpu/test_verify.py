@@ -444,8 +444,6 @@ def test_wrong_calls_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (-1, True, 0.5, "3"):
         with pytest.raises(UsageError, match="no number of steps"):
             lowtide.fit(step, model, optimizer, example=example, verify=number)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="rounding"):
-        lowtide.fit(step, model, optimizer, example=example, verify=1, rounding=True)
     monkeypatch.setattr("lowtide.verify.free_memory", lambda: 1000)
     with pytest.raises(UsageError, match="and 1,000 are free"):
         lowtide.fit(step, model, optimizer, example=example, costs="roofline", time_limit=0, budget="1MiB", verify=1)

@@ -202,7 +202,6 @@ def test_errors_of_a_planned_forward(golden: Golden, tmp_path: Path) -> None:
 def test_errors_of_what_is_allowed(golden: Golden, tmp_path: Path) -> None:
     cases: Cases = {
         "a technique that there is not": lambda: fit(allow="weights8"),
-        "verify with what changes bits": lambda: fit(allow="rounding", verify=1),
     }
     golden("errors-allowed", text_of(cases, tmp_path))
 

@@ -31,7 +31,7 @@ def run(*arguments: str) -> str:
         *("report", "diff", "timeline", "pebble", "doctor"),
         *("bench", "bench predict", "bench execute", "bench capture", "bench plan", "bench batch", "bench offload"),
         *("bench fit", "bench limited", "bench steady", "bench soak", "bench classics", "bench trust", "bench guards"),
-        *("bench low-memory", "bench lengths", "bench models", "bench ranks", "bench scan"),
+        *("bench low-memory", "bench lengths", "bench pace", "bench models", "bench ranks", "bench scan"),
         *("data", "data install"),
     ],
 )

@@ -23,6 +23,7 @@ NOUNS = {"graph", "costs", "program", "budget", "simulate", "engines", "check", 
     "changes",
     "sizes",
     "lifetimes",
+    "limits",
     "rewrites",
     "aten",
     "game",
@@ -48,6 +49,7 @@ DOORS = {
     "batch",
     "fit",
     "candidates",
+    "trials",
     "choice",
     "attach",
     "evaluation",
@@ -58,6 +60,7 @@ DOORS = {
     "scan",
     "verify",
     "peaks",
+    "pace",
     "page",
     "doctor",
     "cli",
@@ -351,7 +354,7 @@ def fired(house: House) -> dict[str, list[str]]:
 
 ALLOWED = (
     "__init__, attach, batch, bench, candidates, choice, cli, doctor, evaluation, fit, frameworks, giving, handover, "
-    "page, peaks, scan, verify, wrap"
+    "pace, page, peaks, scan, trials, verify, wrap"
 )
 
 BROKEN: Iterable[tuple[dict[str, str], dict[str, list[str]]]] = [

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from graphs import Case, Costed, cases, costed
 from hypothesis import given, settings
+from test_windows import in_parts
 
 from lowtide.budget import read_budget
 from lowtide.check import check
 from lowtide.costs import Costs, declared
 from lowtide.errors import BudgetError, UsageError
 from lowtide.graph import Graph, Input, Op, Output, Phase, Read, Value
-from lowtide.plan import METHODS, curve, least, plan
+from lowtide.plan import METHODS, curve, least, plan, planning
 from lowtide.plan.bound import bound_alone, bound_together, gates
 from lowtide.plan.emit import emit
 from lowtide.plan.exact import exact, least_peak, useful
@@ -26,8 +27,8 @@ from lowtide.plan.gate import Web
 from lowtide.plan.infeasible import floor
 from lowtide.plan.order import captured_order, early_updates
 from lowtide.plan.planning import OFFLOAD
-from lowtide.plan.problem import problem
-from lowtide.plan.recompute import shave, tidy
+from lowtide.plan.problem import library, problem
+from lowtide.plan.recompute import _Race, shave, tidy
 from lowtide.program import Plan, Run
 from lowtide.simulate import simulate
 
@@ -317,3 +318,19 @@ def test_a_method_that_is_none_is_refused() -> None:
     graph, costs = training_chain(3)
     with pytest.raises(UsageError, match="there is no method 'magic'"):
         plan(graph, costs, 1000, method="magic")
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler here")
+def test_a_plan_that_is_proven_to_be_the_quickest_races_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    raced: list[int] = []
+    monkeypatch.setattr(_Race, "run", lambda race, field, share, number: raced.append(number) or field)
+    monkeypatch.setattr(planning, "PROOF_SHARE", 100.0)  # however slow this machine is
+    graph, costs = in_parts(1, 24)
+    steps = planning.Planning(graph, costs, clock=False)
+    own = steps.arrays.peak(steps.order) - steps.arrays.persistent
+    found = steps.within(steps.arrays.persistent + own * 70 // 100)
+    assert found.overhead == pytest.approx(found.bound, rel=1e-3)
+    assert bound_alone(steps.gates, own * 70 // 100)[0] < 0.98 * found.bound * found.base_seconds
+    assert not raced
+    steps.within(steps.arrays.persistent + own * 50 // 100)  # for which there is no such proof
+    assert raced == [0, 1]

@@ -94,9 +94,10 @@ void step(std::mt19937& chance) {
     c10::DataPtr first = c10::GetCPUAllocator()->allocate(kBytes), second = c10::GetCPUAllocator()->allocate(512);
     use(first, kBytes, 2);
     use(second, 512, 3);
+    lowtide_step_expect(kBytes);
     lowtide_step_pause(number);
     std::thread other([&] {
-      lowtide_step_resume(number, 0);
+      lowtide_step_resume(number, 0, 0);
       cursor = 1;
       c10::DataPtr third = c10::GetCPUAllocator()->allocate(kBytes);
       use(third, kBytes, 4);

@@ -29,6 +29,7 @@ TESTS = {
     "plan: searches": ("tests/pure/test_exact.py", "tests/pure/test_plan.py", "tests/pure/test_loop.py"),
     "plan: layout": ("tests/pure/test_layout.py",),
     "kernels": ("tests/cpu/test_own_kernels_fuzz.py", "tests/cpu/test_own_kernels.py"),
+    "attention and updates": ("tests/cpu/test_attention.py", "tests/cpu/test_joined_updates.py"),
     "allocator: steps": ("tests/cpu/test_arena.py", "tests/cpu/test_failed_steps.py"),
     "allocator: meters": ("tests/cpu/test_meter.py",),
 }

@@ -11,6 +11,7 @@ from lowtide.bench.cli import (
     low_memory,
     models,
     offload,
+    pace,
     plan,
     ranks,
     scan,
@@ -23,6 +24,7 @@ app.command()(classics.classics)
 app.command()(batch.batch)
 app.command()(plan.plan)
 app.command()(fit.fit)
+app.command()(pace.pace)
 app.command()(offload.offload)
 app.command()(limited.limited)
 app.command()(limited.steady)

@@ -22,13 +22,15 @@ from lowtide.cli.talk import answering, talk
 from lowtide.device import CPU
 from lowtide.errors import FileError, UsageError
 from lowtide.files import load, save, shaped
-from lowtide.files.shapes import fields_of, flag, many, mapping, record
+from lowtide.files.shapes import fields_of, flag, many, mapping, record, row, text, word
 from lowtide.models import SMALL, catalog
 from lowtide.plan import TIME_LIMIT
 from lowtide.report import Table, show_bytes, show_seconds
 
 LEAST = "least"
+AGAINST = f"all, none, or some of {', '.join(PEERS)}; or one alone: inductor 1."
 KIND = "races"  # of the file that keeps what was raced
+BETTER = {"time": "in time at the same peak", "peak": "in peak at the same time"}  # a peer's point
 
 
 @answering
@@ -42,7 +44,10 @@ def fit(
         str, typer.Option(metavar="<list>", help="Percent of the step's own part, or least.")
     ] = ",".join(f"{percent:g}" if percent != fits.LEAST else LEAST for percent in fits.BUDGETS),
     against: Annotated[
-        str, typer.Option("--peers", metavar="<list>", help=f"all, none, or some of {', '.join(PEERS)}.")
+        str,
+        typer.Option(
+            "--peers", metavar="<list>", help=f"all, none, or some of {', '.join(PEERS)}; inductor 1 is one alone."
+        ),
     ] = "all",
     duel: Annotated[
         bool,
@@ -95,7 +100,7 @@ def fit(
     parts = [
         _cells(kept.rows(names, "rows"), percents, chosen),
         _surveys([*kept.rows(names, "targets"), *surveys]),
-        _verdicts(kept.rows(names, "peers")),
+        _verdicts(kept.rows(names, "peers"), kept.rows(names, "targets")),
     ]
     finish(parts if chosen else parts[:2], as_json, markdown)
 
@@ -106,7 +111,9 @@ RACES = record(
         "races": mapping(
             record(
                 {
-                    "targets": many(fields_of(fits.Survey, ok=flag)),
+                    "targets": many(
+                        fields_of(fits.Survey, better_peers=many(row(text, many(word(tuple(BETTER))))), ok=flag)
+                    ),
                     "rows": many(fields_of(fits.Cell, ok=flag)),
                     "peers": many(fields_of(fits.Verdict, ok=flag, faster=flag, smaller=flag)),
                 }
@@ -137,8 +144,9 @@ class _Kept:
         self.races = held["races"]
 
     def add(self, target: str, found: fits.Fit) -> None:
+        better = [[peer, list(words)] for peer, words in found.better_peers.items()]
         self.races[target] = {
-            "targets": [{**asdict(found.survey), "ok": True}],
+            "targets": [{**asdict(found.survey), "better_peers": better, "ok": True}],
             "rows": [{**asdict(cell), "ok": cell.ok} for cell in found.cells],
             "peers": [
                 {**asdict(one), "faster": one.faster, "smaller": one.smaller, "ok": one.ok} for one in found.verdicts
@@ -206,15 +214,16 @@ def _cells(rows: list[Row], percents: Sequence[float], chosen: Sequence[Contesta
             _bytes(row["metered_peak"]),
             "-" if row["own"] is None else f"{row['own']:.1%}",
             "-" if row["time_ratio"] is None else f"{row['time_ratio']:.3f}",
+            f"{min(row['ratios']):.3f}..{max(row['ratios']):.3f}" if row["ratios"] else "-",
             "-" if row["equal"] is None else "yes" if row["equal"] else "no",
             _word(row),
         ]
         for row in rows
     ]
-    detailed = ["target", "contestant", "budget", "predicted", "metered", "own part", "time", "equal", ""]
+    detailed = ["target", "contestant", "budget", "predicted", "metered", "own part", "time", "by round", "equal", ""]
     tables = [
         Table("s" + "r" * (len(titles) - 1), glance, titles, ("bold", *[""] * (len(titles) - 1))),
-        Table("slrrrrrll", cells, detailed, ("bold", "", "", "", "bold", "", "bold", "", "")),
+        Table("slrrrrrrll", cells, detailed, ("bold", "", "", "", "bold", "", "bold", "", "", "")),
     ]
     lines = ["own part: what a step adds to the bytes between steps; equal: all that five steps change, bit for bit"]
     if chosen:
@@ -274,7 +283,7 @@ def _surveys(rows: list[Row]) -> Part:
     return Part("targets", rows, [Table("s" + "r" * 7, cells, titles, ("bold", *[""] * 7))], "What is predicted")
 
 
-def _verdicts(rows: list[Row]) -> Part:
+def _verdicts(rows: list[Row], targets: list[Row]) -> Part:
     """Lowtide against each peer."""
     cells = [
         [
@@ -291,7 +300,14 @@ def _verdicts(rows: list[Row]) -> Part:
     ]
     titles = ["target", "peer", "its peak @ time", "time at its peak", "by", "peak at its time", "by", ""]
     table = Table("slrrlrll", cells, titles, ("bold", "", "", "bold", "", "bold", "", ""))
-    return Part("peers", rows, [table], "At a peer's peak lowtide is faster, and at its time smaller")
+    lines = ["", *(f"{row['target']}: {_better(row['better_peers'])}" for row in targets)]
+    return Part("peers", rows, [table], "At a peer's peak lowtide is faster, and at its time smaller", lines)
+
+
+def _better(peers: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Which peers have a point that is better than any of lowtide's."""
+    found = [f"{peer} is better {' and '.join(BETTER[what] for what in each)}" for peer, each in peers]
+    return "; ".join(found) or "no peer's point is better in time at the same peak or in peak at the same time"
 
 
 def _judgement(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +46,11 @@ def low_memory(
         typer.Argument(metavar="TASK", help="wrn-28-2 or dynamicconv; both by default.", show_default=False),
     ] = None,
     rows: Annotated[
-        str | None, typer.Option(metavar="<names>", help="Only rows whose name has one of these words in it.")
+        str | None,
+        typer.Option(
+            metavar="<names>",
+            help="Only rows with such words in their names: one;other.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Steps of training; 0: only memory.")] = 500,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the headline rows; others have one.")] = 3,
@@ -79,7 +84,7 @@ def low_memory(
             said = {"task": task.name, "way": way.name, "part": part, "target": target or task.target}
             wanted = {**said, "steps": steps if part != "memory" else 0}
             if store.find(wanted) is None:
-                more = {"items": items, "time_limit": time_limit}
+                more = {"items": items, "time_limit": time_limit, "plan": _plan_of(resume, wanted)}
                 store.add({**wanted, **_run({**wanted, **more, "way": asdict(way)})})
     parts = [_part(task, store, _ways(task, rows), target or task.target, steps) for task in chosen]
     finish(parts, as_json, markdown)
@@ -97,12 +102,20 @@ def _tasks(names: Sequence[str] | None, target: str | None) -> list[Task]:
 
 def _ways(task: Task, rows: str | None) -> list[Way]:
     """The rows that are asked for, and the one that all are compared with; without techniques that are not there."""
-    words = None if rows is None else [word.strip() for word in rows.split(",")]
+    words = None if rows is None else [word.strip() for word in rows.split(";" if ";" in rows else ",") if word.strip()]
     return [
         way
         for way in ways_of(task.kind)
         if not missing(way) and (words is None or way.name == EAGER or any(word in way.name for word in words))
     ]
+
+
+def _plan_of(resume: Path | None, wanted: Row) -> str | None:
+    """Where the plan of a way is kept beside the rows: its runs share it."""
+    if resume is None:
+        return None
+    words = re.sub(r"[^a-z0-9.]+", "-", f"{wanted['target']} {wanted['way']}".lower())
+    return str(resume.with_name(f"{resume.name}.plans") / f"{words}.json")
 
 
 def _run(asked: dict[str, Any]) -> Row:

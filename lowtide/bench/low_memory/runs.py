@@ -2,7 +2,7 @@
 
 `python -m lowtide.bench.low_memory.runs JSON` writes the row as the last line of what it prints. What a lossy step
 computes does not depend on its plan, to the bit: memory is metered under the plan with the least peak, and training
-runs under one with room, which is quicker. Ways with a budget train within it.
+runs under one with room, which is quicker. Ways with a budget train within it, by the plan that was metered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,7 +31,7 @@ from lowtide.data import source
 from lowtide.fit import Fitted, fit
 from lowtide.measure import measure
 from lowtide.peaks import metered_peak, resident
-from lowtide.plan import as_eager, plan
+from lowtide.plan import TIME_LIMIT, as_eager, plan
 from lowtide.plan.planning import Planning
 from lowtide.rewrites import read_allow
 from lowtide.simulate import simulate
@@ -48,14 +49,22 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
-def run(task: Task, target: str, way: Way, part: str, steps: int, items: int, time_limit: float) -> Row:
+@dataclass(frozen=True)
+class Effort:
+    """How long a plan is searched for, and where that of a way with a budget is kept for its other runs."""
+
+    time_limit: float = TIME_LIMIT  # seconds
+    plan: Path | None = None  # None: each run searches for its own
+
+
+def run(task: Task, target: str, way: Way, part: str, steps: int, items: int, effort: Effort | None = None) -> Row:
     """The row of a way: of its memory, or of its training with a seed."""
     empty = resident.now()
     torch.manual_seed(0 if part == "memory" else int(part))
-    built = _built(target, task, way)
+    built, effort = _built(target, task, way), effort or Effort()
     if part == "memory":
-        return {**_memory(built, way, time_limit), "not_counted": empty}
-    return _training(task, target, built, way, int(part), steps, items, time_limit)
+        return {**_memory(built, way, effort), "not_counted": empty}
+    return _training(task, target, built, way, int(part), steps, items, effort)
 
 
 def _built(target: str, task: Task, way: Way) -> Built:
@@ -66,7 +75,7 @@ def _built(target: str, task: Task, way: Way) -> Built:
     return Built(step, model, OPTIMIZERS[way.optimizer](model, task.lr), example)
 
 
-def _memory(built: Built, way: Way, time_limit: float) -> Row:
+def _memory(built: Built, way: Way, effort: Effort) -> Row:
     """What is held at the peak, metered and by category."""
     from lowtide.capture import capture
 
@@ -79,7 +88,9 @@ def _memory(built: Built, way: Way, time_limit: float) -> Row:
         found = report.profile(captured.graph, costs, program)
         seconds = sum(costs.seconds[op] for op in captured.graph.ordinary)
         return _row(found, metered, found.peak, seconds, ())
-    train = _fitted(built, way, time_limit, least=True)
+    begun = perf_counter()
+    train = _fitted(built, way, effort, least=True)
+    planning = perf_counter() - begun
     times = []
     for _ in range(WARM):
         begun = perf_counter()
@@ -87,7 +98,7 @@ def _memory(built: Built, way: Way, time_limit: float) -> Row:
         times.append(perf_counter() - begun)
     found = report.profile(train.captured.graph, train.costs, train.program)
     said = tuple(report.show_rewrite(one) for one in train.plan.rewrites if one.exactness != "bitwise")
-    return _row(found, train.peak, train.plan.peak, min(times[1:]), said)
+    return {**_row(found, train.peak, train.plan.peak, min(times[1:]), said), "planning_seconds": planning}
 
 
 def _row(found: report.Profile, metered: int | None, planned: int, seconds: float, rewrites: tuple[str, ...]) -> Row:
@@ -101,14 +112,22 @@ def _row(found: report.Profile, metered: int | None, planned: int, seconds: floa
     }
 
 
-def _fitted(built: Built, way: Way, time_limit: float, *, least: bool) -> Fitted:
+def _fitted(built: Built, way: Way, effort: Effort, *, least: bool) -> Fitted:
     """The step of a way: within its budget, or under a plan of its own with the least peak, or with room."""
     from lowtide.capture import capture
 
     step, model, optimizer, example = built
     allow = way.allow or None
     if way.budget:
-        return fit(step, model, optimizer, example=example, budget=way.budget, allow=allow, time_limit=time_limit)
+        known = effort.plan
+        if known is not None and known.exists():
+            return fit(step, model, optimizer, example=example, plan=known, allow=allow)
+        limit = effort.time_limit
+        train = fit(step, model, optimizer, example=example, budget=way.budget, allow=allow, time_limit=limit)
+        if known is not None:
+            known.parent.mkdir(parents=True, exist_ok=True)
+            train.plan.save(known)
+        return train
     captured = capture(step, model, optimizer, example)
     leave = Leave(read_allow(allow), resized_target(built, captured))
     rewritten = leave.apply(captured.graph, leave.all_named(captured.graph))
@@ -126,14 +145,14 @@ def _eager_peak(captured: Captured) -> int:
 
 
 def _training(
-    task: Task, target: str, built: Built, way: Way, seed: int, steps: int, items: int, time_limit: float
+    task: Task, target: str, built: Built, way: Way, seed: int, steps: int, items: int, effort: Effort
 ) -> Row:
     """Results on held-out data after so many steps, on batches that depend on the seed alone; the rate ends at zero."""
     step, model, optimizer, example = built
     batches = source(task.dataset, target, example, seed=seed)
     train: Any = None
     if way.name != EAGER:
-        train = _fitted(built, way, time_limit, least=False)
+        train = _fitted(built, way, effort, least=False)
     rates = [group["lr"] for group in optimizer.param_groups]
     losses, times = [], []
     torch.manual_seed(seed)
@@ -158,7 +177,8 @@ def main(asked: str) -> None:
     told = json.loads(asked)
     task = next(task for task in TASKS if task.name == told["task"])
     way = Way(**told["way"])
-    row = run(task, told["target"], way, told["part"], told["steps"], told["items"], told["time_limit"])
+    effort = Effort(told["time_limit"], None if told["plan"] is None else Path(told["plan"]))
+    row = run(task, told["target"], way, told["part"], told["steps"], told["items"], effort)
     print(json.dumps(row))
 
 

@@ -1,0 +1,32 @@
+"""What eager's step would add to what is there: so much more may be held with an arena than without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowtide.captured import Captured
+from lowtide.costs import Costs
+from lowtide.execute import dismissals
+from lowtide.kernels import HANDOVER
+from lowtide.plan import as_eager
+from lowtide.program import Run
+from lowtide.simulate import simulate
+
+
+def added_by_eager(captured: Captured, costs: Costs, eager_peak: int) -> tuple[int, int]:
+    """The bytes at the peak before the handover and at the peak after it; both the same where there is none.
+
+    What the caller's code has had at the handover counts as gone when the step needs it no more.
+    """
+    graph = captured.graph
+    there = costs.persistent(graph) - costs.elsewhere(graph)
+    program = as_eager(graph)
+    runs = [one.op if isinstance(one, Run) else -1 for one in program.instructions]
+    handover = next((number for number, op in enumerate(runs) if op >= 0 and graph.ops[op].target == HANDOVER), None)
+    if handover is None:
+        return eager_peak - there, eager_peak - there
+    gone, levels = dismissals(graph, program, captured.leaving), []
+    for number, nbytes in enumerate(simulate(graph, costs, replace(program, arena=0)).live):
+        levels.append(nbytes - there)
+        there += sum(costs.nbytes[value] for value in {graph.outputs[place].value for place in gone.get(number, ())})
+    return max(levels[:handover], default=0), max(levels[handover:])
