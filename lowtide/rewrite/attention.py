@@ -149,7 +149,7 @@ class _Region:
         quotient = self.see.made_by(other.value, QUOTIENT)
         draw = self.see.made_by(self.see.old(quotient), DRAW)
         empty = self.see.made_by(self.see.old(draw), EMPTY)
-        rate = self.graph.ops[draw].args[1]
+        rate = (*self.graph.ops[draw].args, 0.5)[1]  # torch leaves out what it would take anyway
         if not isinstance(rate, float) or not 0 < rate <= 1 or self.graph.ops[quotient].args[1] != rate:
             raise Other
         if self.graph.ops[draw].kwargs:
