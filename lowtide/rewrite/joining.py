@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection
 
 from lowtide.graph import Graph, waits
@@ -16,18 +17,23 @@ class Joining:
             for one in before:
                 self._followers[one].append(op)
         self._joined: dict[int, frozenset[int]] = {}  # op -> all that are joined with it
-        self._last = -1  # of all that are joined
+        self._spans: list[tuple[int, int]] = []  # the first and the last of what is joined, in order
 
     def join(self, ops: Collection[int]) -> bool:
         """Let these be one from now on, unless another op must run after one of them and before another one."""
-        inside, last = frozenset(ops), max(self._last, *ops)
-        if not inside.isdisjoint(self._joined) or self._leads_back(inside, last):
+        inside = frozenset(ops)
+        if not inside.isdisjoint(self._joined) or self._leads_back(inside):
             return False
         self._joined |= dict.fromkeys(inside, inside)
-        self._last = last
+        insort(self._spans, (min(inside), max(inside)))
         return True
 
-    def _leads_back(self, inside: frozenset[int], last: int) -> bool:
+    def _leads_back(self, inside: frozenset[int]) -> bool:
+        last = max(inside)  # behind it only what is joined with others before it leads back
+        for start, end in self._spans:
+            if start > last:
+                break
+            last = max(last, end)
         waiting = [one for op in inside for one in self._followers[op] if one not in inside]
         seen = set[int]()
         while waiting:
@@ -39,6 +45,6 @@ class Joining:
             for one in (one for each in together for one in self._followers[each]):
                 if one in inside:
                     return True
-                if one <= last and one not in seen:  # behind all that is joined nothing leads back
+                if one <= last and one not in seen:
                     waiting.append(one)
         return False
