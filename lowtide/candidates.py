@@ -192,7 +192,13 @@ class Chooser:
     def attempt(
         self, rewrites: tuple[Rewrite, ...], quicker: float | None = None, effort: Effort | None = None
     ) -> Choice | None:
-        """A plan of the graph after these passes that takes less seconds than this; None: there is none."""
+        """A plan of the graph after these passes that takes less seconds than this; None: there is none.
+
+        Where what is lossy is tried next, a look shows whether anything fits before all is measured and searched for.
+        """
+        if self.best is None and self.leave.allowed.lossy and effort is not LOOK:
+            if self.attempt(rewrites, quicker, LOOK) is None:
+                return None
         self.fits = False
         if exactness(rewrites) != "bitwise":
             self.say(f"trying {', '.join(map(str, rewrites))}")
