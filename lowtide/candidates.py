@@ -139,6 +139,7 @@ class Chooser:
         self.trail, self.few = Trail(), Trail()  # the passes that were last run, and those with few parts
         self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by what it is known by
         self.planned = 0  # ops of the graphs that were planned
+        self.homes: tuple[Rewrite, ...] = ()  # what lets state and parameters live elsewhere, in every candidate
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
@@ -163,6 +164,12 @@ class Chooser:
                 self.at_level(level, besides)
         if self.best is None and self.effort.explain:
             self.explain(self.leave.after(self.graph, ()), besides)
+
+    def lossily_elsewhere(self, leave: Leave, homes: tuple[Rewrite, ...]) -> None:
+        """The same with state and parameters elsewhere: what was seen of floors with them here is forgotten."""
+        self.leave, self.homes = leave, homes
+        self.closed, self.seen, self.lasting, self.needs = set(), {}, {}, {}
+        self.lossily(homes)
 
     def useful(self) -> tuple[str, ...]:
         """The lossy techniques that change anything here; the others would only stand in the way."""
@@ -196,7 +203,13 @@ class Chooser:
     def attempt(
         self, rewrites: tuple[Rewrite, ...], quicker: float | None = None, effort: Effort | None = None
     ) -> Choice | None:
-        """A plan of the graph after these passes that takes less seconds than this; None: there is none."""
+        """A plan of the graph after these passes that takes less seconds than this; None: there is none.
+
+        Where what is lossy is tried next, a look shows whether anything fits before all is measured and searched for.
+        """
+        if self.best is None and self.leave.allowed.lossy and effort is not LOOK:
+            if self.attempt(rewrites, quicker, LOOK) is None:
+                return None
         self.fits = False
         if exactness(rewrites) != "bitwise":
             self.say(f"trying {', '.join(map(str, rewrites))}")
@@ -246,7 +259,7 @@ class Chooser:
         for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
             *_, mild = way
             if IN_PARTS not in names:
-                candidate = self.leave.apply(self.graph, (*mild, *lossy)).graph
+                candidate = self.leave.apply(self.graph, (*mild, *lossy, *self.homes)).graph
                 if self.above(candidate, roofline(candidate)):
                     self.closed.add(names)
 
@@ -349,7 +362,7 @@ class Chooser:
         seen = tuple(replace(one, setting=2) if one.name == IN_PARTS else one for one in rewrites)
         key = " ".join(map(str, sorted(seen, key=lambda one: one.name)))
         if key not in self.seen:
-            self.seen[key] = self.leave.apply(self.graph, seen, self.few).graph
+            self.seen[key] = self.leave.apply(self.graph, (*seen, *self.homes), self.few).graph
         graph = self.seen[key]
         examples = 0 if self.leave.resized is None else self.leave.resized.examples
         half, share = examples // 2, 1.0
@@ -369,7 +382,7 @@ class Chooser:
         stored = tuple(one for one in rewrites if one.name in STORED)
         key = " ".join(map(str, stored))
         if key not in self.lasting:
-            self.lasting[key] = _persistent(self.leave.apply(self.graph, stored).graph)
+            self.lasting[key] = _persistent(self.leave.apply(self.graph, (*stored, *self.homes)).graph)
         return self.lasting[key]
 
     def parting(self, rewrites: tuple[Rewrite, ...]) -> str:
