@@ -13,7 +13,19 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import attention, blocked, blocks, chains, collectives, expected, forms, grouped, sparse
+from lowtide.kernels import (
+    attention,
+    attention_products,
+    blocked,
+    blocks,
+    chains,
+    collectives,
+    expected,
+    forms,
+    grouped,
+    products,
+    sparse,
+)
 from lowtide.kernels.own import quicker
 from lowtide.kernels.tried import Own
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
@@ -39,6 +51,8 @@ FAMILIES = (
     blocked.FAMILY,
     attention.FAMILY,
     chains.FAMILY,
+    products.FAMILY,
+    attention_products.FAMILY,
 )  # of ops of ours that stand for torch's, and are tried against them
 TRIED: Mapping[str, Own] = {one.target: one for family in FAMILIES for one in family.ops}
 _LIBRARY = torch.library.Library("lowtide", "DEF")
