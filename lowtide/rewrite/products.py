@@ -16,7 +16,7 @@ CALLS = {"aten.mm.default": PRODUCT, "aten.addmm.default": ADDED, "aten.bmm.defa
 LEAST = 2**20  # pairs of numbers: for fewer, torch has multiplied them before we have asked
 
 
-def products(graph: Graph, without: Setting = None) -> Graph:
+def multiplied(graph: Graph, without: Setting = None) -> Graph:
     """The graph whose products are ours; `without` names ops that stay torch's, with a plus between them."""
     left = frozenset(str(without or "").split("+"))
     if graph.device != "cpu":
