@@ -29,8 +29,9 @@ CACHED = 2**21  # bytes of scores that are worked on at a time: what fits a proc
 
 @dataclass(frozen=True)
 class _Call:
-    """What all four ops are given: see `attention_plain.attention`."""
+    """How to multiply, and what all four ops are given: see `attention_plain.attention`."""
 
+    multiply: Multiply
     query: Tensor
     key: Tensor
     value: Tensor
@@ -40,7 +41,6 @@ class _Call:
     filling: float  # of scores that a mask of bools hides
     copied: list[bool]  # whether the products read copies of query, key and value
     safe: bool
-    multiply: Multiply = torch.bmm
 
     @property
     def examples(self) -> int:
@@ -262,7 +262,7 @@ def _operands(call: _Call) -> list[_Operand]:
 def attention(*given: Any, multiply: Multiply = torch.bmm) -> Tensor:
     """The values, weighted by how well their keys match each query."""
     *rest, layout = given
-    call = _Call(*rest, multiply=multiply)
+    call = _Call(multiply, *rest)
     if not _can(call):
         return by_torch.attention(*given)
     return _forward(call, None, layout)[0]
@@ -271,7 +271,7 @@ def attention(*given: Any, multiply: Multiply = torch.bmm) -> Tensor:
 def dropped_attention(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor]:
     """The same with dropout, and which weights are kept, as bits."""
     *rest, rate, layout = given
-    call = _Call(*rest, multiply=multiply)
+    call = _Call(multiply, *rest)
     if not (_can(call) and _can_draw(rate)):
         return by_torch.dropped_attention(*given)
     made, kept = _forward(call, rate, layout)
@@ -282,7 +282,7 @@ def dropped_attention(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tens
 def attention_backward(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     gradient, *rest, seen_copied, layouts = given
-    call = _Call(*rest, multiply=multiply)
+    call = _Call(multiply, *rest)
     if not _can(call, gradient):
         return by_torch.attention_backward(*given)
     return _backward(call, gradient, None, None, seen_copied, layouts)
@@ -291,7 +291,7 @@ def attention_backward(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Ten
 def dropped_attention_backward(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout."""
     gradient, kept, *rest, rate, seen_copied, layouts = given
-    call = _Call(*rest, multiply=multiply)
+    call = _Call(multiply, *rest)
     sizes = (call.examples * call.heads, call.rows, bits(call.size))
     fits = kept.dtype is torch.uint8 and tuple(kept.shape) == sizes and kept.is_contiguous()
     if not (_can(call, gradient) and fits):

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lowtide.kernels import attention, products
+from lowtide.kernels import attention, attention_rows, products
 from lowtide.kernels.tried import Family, Own
 
 
 def _get_ready() -> None:
-    attention.get_ready()
+    attention_rows.get_ready()
     products.get_ready()
 
 

@@ -185,7 +185,7 @@ def get_ready() -> None:
 def _operations(args: Sequence[Any], *, first: int) -> float:
     """Two for each pair of numbers that is multiplied."""
     one, other = args[first : first + 2]
-    return 2.0 * math.prod(one.shape) * float(other.shape[-1])
+    return float(2 * math.prod(one.shape) * other.shape[-1])
 
 
 OWN = (
