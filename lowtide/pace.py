@@ -56,12 +56,13 @@ def pace(
     with shown("measuring the machine") as progress:
         found = limits(fitted.captured.graph, progress=progress)
     with shown("timing steps") as progress:
-        ops = _ops(fitted, planned, eager)
+        ops = _ops(fitted, planned)
         where = device.of(fitted.captured.graph.device)
         taken: dict[Step, list[float]] = {planned: [], eager: []}
         steps = {turn: _steps_of_a_turn(_seconds(where, turn, 1)) for turn in taken}
         for number in range(rounds):
             for turn in (planned, eager) if number % 2 else (eager, planned):
+                turn()  # the other one's steps took the pages of memory that these find again
                 taken[turn].append(_seconds(where, turn, steps[turn]))
             progress(number + 1, rounds)
     graph = fitted.captured.graph
@@ -69,10 +70,9 @@ def pace(
     return Pace(graph, fitted.plan, report.paced(graph, fitted.program, ops, work(graph), found, **rounds_of))
 
 
-def _ops(fitted: Fitted, planned: Step, eager: Step) -> Mapping[int, float]:
-    """Take steps until the ops of the program were timed; eager's between them find the caches as they leave them."""
+def _ops(fitted: Fitted, planned: Step) -> Mapping[int, float]:
+    """Take steps until the ops of the program were timed; one of eager's between them would take the arena's pages."""
     for _ in range(2 * PATIENCE):
-        eager()
         planned()
         found = fitted.timings.ops
         if found is not None:
