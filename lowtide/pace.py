@@ -62,7 +62,6 @@ def pace(
         steps = {turn: _steps_of_a_turn(_seconds(where, turn, 1)) for turn in taken}
         for number in range(rounds):
             for turn in (planned, eager) if number % 2 else (eager, planned):
-                turn()  # the other one's steps took the pages of memory that these find again
                 taken[turn].append(_seconds(where, turn, steps[turn]))
             progress(number + 1, rounds)
     graph = fitted.captured.graph
@@ -84,7 +83,8 @@ def _ops(fitted: Fitted, planned: Step) -> Mapping[int, float]:
 
 
 def _seconds(where: device.Device, turn: Step, steps: int) -> float:
-    """The seconds of a step, by so many at once."""
+    """The seconds of a step, by so many at once, after one that nobody counts."""
+    turn()  # steps of the other one took pages of memory, which are there again after this
     where.synchronise()
     begun = where.clock()
     for _ in range(steps):
