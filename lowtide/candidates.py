@@ -196,9 +196,9 @@ class Chooser:
 
         Where what is lossy is tried next, a look shows whether anything fits before all is measured and searched for.
         """
-        if self.best is None and self.leave.allowed.lossy and effort is not LOOK:
-            if self.attempt(rewrites, quicker, LOOK) is None:
-                return None
+        looks = self.best is None and effort is not LOOK and bool(self.leave.allowed.lossy)
+        if looks and self.attempt(rewrites, quicker, LOOK) is None:
+            return None
         self.fits = False
         if exactness(rewrites) != "bitwise":
             self.say(f"trying {', '.join(map(str, rewrites))}")
