@@ -52,26 +52,37 @@ Say = Callable[[str], None]
 
 
 class Prices:
-    """What graphs cost, each asked for once; at a `glance` bytes are measured, and seconds more or less."""
+    """What graphs cost, each asked for once; at a `glance` bytes are measured, and seconds more or less.
+
+    Where values may wait elsewhere costs have those of copies, too, while the arithmetic is the same.
+    """
 
     def __init__(self, full: Callable[[Graph], Costs], glance: Callable[[Graph], Costs] | None = None) -> None:
         self._full, self._hurried = full, glance or full
-        self._known: dict[str, Costs] = {}
-        self._glances: dict[str, Costs] = {}
+        self._known: dict[tuple[str, frozenset[str]], Costs] = {}
+        self._glances: dict[tuple[str, frozenset[str]], Costs] = {}
 
     def __call__(self, graph: Graph) -> Costs:
         """The costs of a graph."""
-        if graph.fingerprint not in self._known:
-            self._known[graph.fingerprint] = self._full(graph)
-        return self._known[graph.fingerprint]
+        return self._once(graph, self._known, self._full)
 
     def glance(self, graph: Graph) -> Costs:
         """The same for a graph of which is asked whether anything fits at all."""
-        if graph.fingerprint in self._known:
-            return self._known[graph.fingerprint]
-        if graph.fingerprint not in self._glances:
-            self._glances[graph.fingerprint] = self._hurried(graph)
-        return self._glances[graph.fingerprint]
+        if _priced(graph) in self._known:
+            return self(graph)
+        return self._once(graph, self._glances, self._hurried)
+
+    def _once(
+        self, graph: Graph, known: dict[tuple[str, frozenset[str]], Costs], price: Callable[[Graph], Costs]
+    ) -> Costs:
+        key = _priced(graph)
+        if key not in known:
+            known[key] = price(graph)
+        return known[key]
+
+
+def _priced(graph: Graph) -> tuple[str, frozenset[str]]:
+    return graph.fingerprint, frozenset(row.place for row in graph.alternatives)
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,7 @@ class Chooser:
 
         Where what is lossy is tried next, a look shows whether anything fits before all is measured and searched for.
         """
-        looks = self.best is None and effort is not LOOK and bool(self.leave.allowed.lossy)
+        looks = self.best is None and bool(self.leave.allowed.lossy) and effort is not LOOK
         if looks and self.attempt(rewrites, quicker, LOOK) is None:
             return None
         self.fits = False

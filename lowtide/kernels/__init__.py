@@ -15,6 +15,7 @@ from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
 from lowtide.kernels import (
     attention,
+    attention_products,
     blocked,
     blocks,
     chains,
@@ -23,6 +24,7 @@ from lowtide.kernels import (
     forms,
     grouped,
     norm_halves,
+    products,
     sparse,
 )
 from lowtide.kernels.own import quicker
@@ -50,6 +52,8 @@ FAMILIES = (
     blocked.FAMILY,
     attention.FAMILY,
     chains.FAMILY,
+    products.FAMILY,
+    attention_products.FAMILY,
 )  # of ops of ours that stand for torch's, and are tried against them
 TRIED: Mapping[str, Own] = {one.target: one for family in FAMILIES for one in family.ops}
 WITH_OUT = ("aten.", "lowtide.sparse", "lowtide.norm")  # how calls begin that may have an `out=`
