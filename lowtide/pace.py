@@ -56,7 +56,7 @@ def pace(
     with shown("measuring the machine") as progress:
         found = limits(fitted.captured.graph, progress=progress)
     with shown("timing steps") as progress:
-        ops = _ops(fitted, planned, eager)
+        ops = _ops(fitted, planned)
         where = device.of(fitted.captured.graph.device)
         taken: dict[Step, list[float]] = {planned: [], eager: []}
         steps = {turn: _steps_of_a_turn(_seconds(where, turn, 1)) for turn in taken}
@@ -69,10 +69,9 @@ def pace(
     return Pace(graph, fitted.plan, report.paced(graph, fitted.program, ops, work(graph), found, **rounds_of))
 
 
-def _ops(fitted: Fitted, planned: Step, eager: Step) -> Mapping[int, float]:
-    """Take steps until the ops of the program were timed; eager's between them find the caches as they leave them."""
+def _ops(fitted: Fitted, planned: Step) -> Mapping[int, float]:
+    """Take steps until the ops of the program were timed; one of eager's between them would take the arena's pages."""
     for _ in range(2 * PATIENCE):
-        eager()
         planned()
         found = fitted.timings.ops
         if found is not None:
@@ -84,7 +83,8 @@ def _ops(fitted: Fitted, planned: Step, eager: Step) -> Mapping[int, float]:
 
 
 def _seconds(where: device.Device, turn: Step, steps: int) -> float:
-    """The seconds of a step, by so many at once."""
+    """The seconds of a step, by so many at once, after one that nobody counts."""
+    turn()  # steps of the other one took pages of memory, which are there again after this
     where.synchronise()
     begun = where.clock()
     for _ in range(steps):

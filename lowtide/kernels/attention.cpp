@@ -22,7 +22,8 @@ struct Attention {
   float factor, divisor, filling, noise;
   int64_t safe;      // whether rows of nothing but -infinity become zeros
   int64_t rounding;  // of torch, by bits: its exponential (2), whether softmax divides, whether sums of its gradient are
-                     // fused (2), orders of both sums (5 each), of the gradient's last and first products
+                     // fused (2), orders of both sums (5 each), of the gradient's last and first products, and
+                     // in the first ones of what is left after whole vectors, of the factors and of the sum
 };
 
 // What is drawn beside: the bits of other rows.
@@ -105,7 +106,7 @@ INLINE void drop(const Attention& task, const uint8_t* kept, float* x) {
 template <bool fused, bool fused_last>
 INLINE void back(const Attention& task, const float* x, float* gradient) {
   const int64_t size = task.size;
-  const int64_t order = task.rounding >> 10 & 31;
+  const int64_t order = (task.rounding >> 10 & 31) | (task.rounding >> 12 & 96);
   const bool turned = (task.rounding >> 16 & 1) != 0 && size >= kWidth, turned_last = (task.rounding >> 15 & 1) != 0;
   const float *one = turned ? x : gradient, *other = turned ? gradient : x;
   const Vec whole(total_of_products<fused, fused_last>(one, other, size, order));

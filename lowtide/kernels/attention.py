@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ from lowtide.kernels.attention_rows import Attention, Draws, get_ready, library,
 from lowtide.kernels.own import STATE
 from lowtide.kernels.tried import Family, Own
 
+Multiply = Callable[..., Tensor]  # as torch.bmm, which writes to `out`
 CACHED = 2**21  # bytes of scores that are worked on at a time: what fits a processor's own cache, with what is beside
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What all four ops are given: see `attention_plain.attention`."""
+    """How to multiply, and what all four ops are given: see `attention_plain.attention`."""
 
+    multiply: Multiply
     query: Tensor
     key: Tensor
     value: Tensor
@@ -94,18 +96,18 @@ class _Result:
         made = call.query.new_empty(sizes)
         self.seen = made.transpose(1, 2) if layout == JOINED else made
         self.whole = made.flatten(0, 1) if layout == FLAT else made
-        self.scale = scale
+        self.scale, self.multiply = scale, call.multiply
         self.buffer: Tensor | None = None
 
     def put(self, one: Tensor, other: Tensor, example: int, first: int, last: int) -> None:
         """The product of two."""
         part = self.seen[example, first:last]
         if self.scale == 1 and part.is_contiguous():
-            torch.bmm(one, other, out=part)
+            self.multiply(one, other, out=part)
             return
         if self.buffer is None:
             self.buffer = part.new_empty(part.shape)
-        made = torch.bmm(one, other, out=self.buffer[: last - first])
+        made = self.multiply(one, other, out=self.buffer[: last - first])
         if self.scale != 1:
             torch.mul(made, self.scale, out=part)
         else:
@@ -184,7 +186,7 @@ def _forward(call: _Call, rate: float | None, layout: int) -> tuple[Tensor, Tens
     if drawing is not None:
         rows.run(None, None, None, None, drawing.of(chunks[0]))
     for number, where in enumerate(chunks):
-        some = torch.bmm(query.of(*where), key.of(*where), out=scores[: where[2] - where[1]])
+        some = call.multiply(query.of(*where), key.of(*where), out=scores[: where[2] - where[1]])
         after = chunks[number + 1] if number + 1 < len(chunks) else None
         draws = None if drawing is None or after is None else drawing.of(after)
         rows.run(where, some, None, None if drawing is None else drawing.kept[where[0], where[1]], draws)
@@ -210,8 +212,8 @@ def _backward(
     for where in chunks:
         count = where[2] - where[1]
         one, other, third, fourth = (operand.of(*where) for operand in (query, key, value, seen))
-        some = torch.bmm(one, other, out=scores[:count])
-        weighted = torch.bmm(fourth, third.transpose(1, 2), out=back[:count])
+        some = call.multiply(one, other, out=scores[:count])
+        weighted = call.multiply(fourth, third.transpose(1, 2), out=back[:count])
         rows.run(where, some, weighted, None if kept is None else kept[where[0], where[1]])
         of_value.put(some.transpose(1, 2), fourth, *where)
         of_key.put(one.transpose(1, 2), weighted, *where)
@@ -240,10 +242,9 @@ class _Drawing:
         return self.kept.flatten(0, 1)
 
 
-@cache
 def _noise(rate: float) -> float:
-    """What torch's division makes of a draw that is kept."""
-    return float(torch.ones(1, dtype=torch.float32).div_(rate).item())
+    """What torch's division makes of a draw that is kept; nothing is allocated, for a first step learns what is."""
+    return ctypes.c_float(1 / ctypes.c_float(rate).value).value
 
 
 def _operands(call: _Call) -> list[_Operand]:
@@ -257,19 +258,19 @@ def _operands(call: _Call) -> list[_Operand]:
 # -------------------------------------------------------------------------------------------------------------- the ops
 
 
-def attention(*given: Any) -> Tensor:
+def attention(*given: Any, multiply: Multiply = torch.bmm) -> Tensor:
     """The values, weighted by how well their keys match each query."""
     *rest, layout = given
-    call = _Call(*rest)
+    call = _Call(multiply, *rest)
     if not _can(call):
         return by_torch.attention(*given)
     return _forward(call, None, layout)[0]
 
 
-def dropped_attention(*given: Any) -> tuple[Tensor, Tensor]:
+def dropped_attention(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor]:
     """The same with dropout, and which weights are kept, as bits."""
     *rest, rate, layout = given
-    call = _Call(*rest)
+    call = _Call(multiply, *rest)
     if not (_can(call) and _can_draw(rate)):
         return by_torch.dropped_attention(*given)
     made, kept = _forward(call, rate, layout)
@@ -277,19 +278,19 @@ def dropped_attention(*given: Any) -> tuple[Tensor, Tensor]:
     return made, kept
 
 
-def attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     gradient, *rest, seen_copied, layouts = given
-    call = _Call(*rest)
+    call = _Call(multiply, *rest)
     if not _can(call, gradient):
         return by_torch.attention_backward(*given)
     return _backward(call, gradient, None, None, seen_copied, layouts)
 
 
-def dropped_attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def dropped_attention_backward(*given: Any, multiply: Multiply = torch.bmm) -> tuple[Tensor, Tensor, Tensor]:
     """The same with dropout."""
     gradient, kept, *rest, rate, seen_copied, layouts = given
-    call = _Call(*rest)
+    call = _Call(multiply, *rest)
     sizes = (call.examples * call.heads, call.rows, bits(call.size))
     fits = kept.dtype is torch.uint8 and tuple(kept.shape) == sizes and kept.is_contiguous()
     if not (_can(call, gradient) and fits):

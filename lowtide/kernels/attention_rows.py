@@ -68,9 +68,11 @@ def _rounding(shared: bool) -> int | None:
     if library() is None:
         return None
     found = 0
-    stages = ((0, 8, False, False), (5, 32, False, True), (3, 4, True, False), (10, 128, True, True))
+    stages = ((0, 8, False, False), (5, 32, False, True), (3, 4, True, False), (10, 512, True, True))
     for shift, count, back, special in stages:
-        examples = [_example(size, shared, back=back, special=special) for size in (7, 16, 64, 77)]
+        examples = [
+            _example(size, shared, back=back, special=special) for size in (77, 64, 16, 7)
+        ]  # what tells most apart first
         tried = (found | way << shift for way in range(count) if way & 3 != 3 or shift)
         exact = next((way for way in tried if all(_is_exact(way, *example) for example in examples)), None)
         if exact is None and not special:

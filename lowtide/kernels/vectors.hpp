@@ -128,7 +128,8 @@ INLINE float total(const float* x, int64_t count, int64_t order) {
   return across(found, order);
 }
 
-// The same of products; those in whole vectors and those in the last one may be rounded otherwise.
+// The same of products; those in whole vectors and those in the last one may be rounded otherwise, and for the last
+// one the sixth and seventh bit of `order` say whether its factors, and its sum, are the other way round.
 template <bool fused, bool fused_last>
 INLINE float total_of_products(const float* a, const float* b, int64_t count, int64_t order) {
   if (count < kWidth) {
@@ -140,7 +141,9 @@ INLINE float total_of_products(const float* a, const float* b, int64_t count, in
     found = plus_product<fused>(found, Vec::loadu(a + i), Vec::loadu(b + i), (order & 16) != 0);
   }
   if (i < count) {
-    const Vec last = plus_product<fused_last>(found, Vec::loadu(a + i, count - i), Vec::loadu(b + i, count - i));
+    const bool exchanged = (order & 32) != 0;
+    const Vec one = Vec::loadu((exchanged ? b : a) + i, count - i), other = Vec::loadu((exchanged ? a : b) + i, count - i);
+    const Vec last = plus_product<fused_last>(found, one, other, (order & 64) != 0);
     found = Vec::set(found, last, count - i);
   }
   return across(found, order);

@@ -30,6 +30,7 @@ from lowtide.rewrite.microbatch import microbatch
 from lowtide.rewrite.narrow import narrow
 from lowtide.rewrite.offload import leaving_bytes, may_wait, moved_out
 from lowtide.rewrite.offload import setting as place_and_bytes
+from lowtide.rewrite.products import multiplied
 from lowtide.rewrite.sizes import sizes_only
 from lowtide.rewrite.sparse import DENSITIES, sparse
 from lowtide.rewrite.split import large_ops, shares
@@ -102,6 +103,7 @@ PASSES = (  # in the order in which they run: what takes ops apart comes before 
     Pass("blocked", "bitwise", blocked, tried=True),
     Pass("joined-norms", "bitwise", joined, tried=True),  # of those in blocks
     Pass("attention", "bitwise", attention, tried=True),
+    Pass("products", "bitwise", multiplied, tried=True),  # those of attention in chunks, too
     Pass("joined-updates", "bitwise", joined_updates, tried=True),
     Pass("sizes", "bitwise", lambda graph, _: sizes_only(graph)),
     Pass("narrow", "bitwise", lambda graph, _: narrow(graph)),
@@ -209,7 +211,8 @@ def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
     key = f"after {one.by(setting)}"
     if key not in resized.known:
         at = cache(lambda size: one.run(resized.at(size), setting))
-        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, known={})
+        along = cache(lambda: tuple(_resized(one, setting, other) for other in resized.along()))
+        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, along=along, known={})
     found = resized.known[key]
     assert isinstance(found, Resized)
     return found

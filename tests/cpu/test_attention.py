@@ -19,6 +19,7 @@ from lowtide.costs import declared
 from lowtide.graph import Graph
 from lowtide.kernels import attention as ops
 from lowtide.kernels import attention_plain as by_torch
+from lowtide.kernels import attention_rows as rows
 from lowtide.plan import as_eager
 from lowtide.plan.emit import emit
 from lowtide.plan.problem import problem
@@ -139,6 +140,22 @@ def _assert_same(mine: Any, theirs: Any) -> None:
         assert torch.equal(nan, torch.isnan(other))
         bits = [torch.where(nan, 0, part).view(torch.uint8) for part in (one, other)]
         assert torch.equal(*bits)
+
+
+@needs_kernels
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="elsewhere the trial decides")
+@pytest.mark.parametrize("size", [7, 16, 20, 64, 77, 93])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_which_nan_is_kept_is_found_for_one_thread_and_for_many(threads: int, size: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        way = rows.rounding(rows.ROWS)
+        assert way is not None
+        for back in (False, True):
+            assert rows._is_exact(way, *rows._example(size, threads > 1, back=back, special=True))
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_kernels

@@ -30,6 +30,10 @@ TESTS = {
     "plan: layout": ("tests/pure/test_layout.py",),
     "kernels": ("tests/cpu/test_own_kernels_fuzz.py", "tests/cpu/test_own_kernels.py"),
     "attention and updates": ("tests/cpu/test_attention.py", "tests/cpu/test_joined_updates.py"),
+    "products": (
+        "tests/cpu/test_products.py::test_products_have_the_bits_of_torchs",
+        "tests/cpu/test_products.py::test_what_a_kernel_does_not_know_is_torchs",
+    ),
     "allocator: steps": ("tests/cpu/test_arena.py", "tests/cpu/test_failed_steps.py"),
     "allocator: meters": ("tests/cpu/test_meter.py",),
 }
