@@ -199,6 +199,9 @@ def test_an_attached_model_stays_eagers(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(model(images), mirror(images))
     assert attached.fitted is not None
     assert any(one.tried for one in attached.fitted.plan.rewrites)
+    latest = attached.fitted._latest
+    own = latest.eager_peak - latest.costs.persistent(attached.fitted.captured.graph)
+    assert max(latest.runner.arrangement.eager) <= own, "what pages may stay is what eager holds, not calls of ours"
     lowtide.detach(mirror)
 
 
