@@ -132,7 +132,7 @@ ELEMENTWISE = frozenset(
     aten.sub.Tensor aten.sub.Scalar aten.mul.Tensor aten.mul.Scalar aten.div.Tensor aten.div.Scalar
     aten.pow.Tensor_Scalar aten.addcmul.default aten.addcdiv.default aten.masked_fill.Scalar aten.where.self
     aten.threshold_backward.default aten.gelu_backward.default aten.silu_backward.default aten.tanh_backward.default
-    aten.sigmoid_backward.default
+    aten.sigmoid_backward.default lowtide.norm_apply.default lowtide.norm_spread.default
     """.split()  # noqa: SIM905 - a list of one name a line says no more
 )
 

@@ -52,26 +52,37 @@ Say = Callable[[str], None]
 
 
 class Prices:
-    """What graphs cost, each asked for once; at a `glance` bytes are measured, and seconds more or less."""
+    """What graphs cost, each asked for once; at a `glance` bytes are measured, and seconds more or less.
+
+    Where values may wait elsewhere costs have those of copies, too, while the arithmetic is the same.
+    """
 
     def __init__(self, full: Callable[[Graph], Costs], glance: Callable[[Graph], Costs] | None = None) -> None:
         self._full, self._hurried = full, glance or full
-        self._known: dict[str, Costs] = {}
-        self._glances: dict[str, Costs] = {}
+        self._known: dict[tuple[str, frozenset[str]], Costs] = {}
+        self._glances: dict[tuple[str, frozenset[str]], Costs] = {}
 
     def __call__(self, graph: Graph) -> Costs:
         """The costs of a graph."""
-        if graph.fingerprint not in self._known:
-            self._known[graph.fingerprint] = self._full(graph)
-        return self._known[graph.fingerprint]
+        return self._once(graph, self._known, self._full)
 
     def glance(self, graph: Graph) -> Costs:
         """The same for a graph of which is asked whether anything fits at all."""
-        if graph.fingerprint in self._known:
-            return self._known[graph.fingerprint]
-        if graph.fingerprint not in self._glances:
-            self._glances[graph.fingerprint] = self._hurried(graph)
-        return self._glances[graph.fingerprint]
+        if _priced(graph) in self._known:
+            return self(graph)
+        return self._once(graph, self._glances, self._hurried)
+
+    def _once(
+        self, graph: Graph, known: dict[tuple[str, frozenset[str]], Costs], price: Callable[[Graph], Costs]
+    ) -> Costs:
+        key = _priced(graph)
+        if key not in known:
+            known[key] = price(graph)
+        return known[key]
+
+
+def _priced(graph: Graph) -> tuple[str, frozenset[str]]:
+    return graph.fingerprint, frozenset(row.place for row in graph.alternatives)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class Chooser:
         self.trail, self.few = Trail(), Trail()  # the passes that were last run, and those with few parts
         self.needs: dict[str, int] = {}  # bytes of the largest product, measured, by what it is known by
         self.planned = 0  # ops of the graphs that were planned
+        self.homes: tuple[Rewrite, ...] = ()  # what lets state and parameters live elsewhere, in every candidate
 
     def all_of(self, besides: tuple[Rewrite, ...]) -> None:
         """Plan the step with these passes and the fewest lossy techniques with which any plan fits."""
@@ -152,6 +164,12 @@ class Chooser:
                 self.at_level(level, besides)
         if self.best is None and self.effort.explain:
             self.explain(self.leave.after(self.graph, ()), besides)
+
+    def lossily_elsewhere(self, leave: Leave, homes: tuple[Rewrite, ...]) -> None:
+        """The same with state and parameters elsewhere: what was seen of floors with them here is forgotten."""
+        self.leave, self.homes = leave, homes
+        self.closed, self.seen, self.lasting, self.needs = set(), {}, {}, {}
+        self.lossily(homes)
 
     def useful(self) -> tuple[str, ...]:
         """The lossy techniques that change anything here; the others would only stand in the way."""
@@ -185,7 +203,13 @@ class Chooser:
     def attempt(
         self, rewrites: tuple[Rewrite, ...], quicker: float | None = None, effort: Effort | None = None
     ) -> Choice | None:
-        """A plan of the graph after these passes that takes less seconds than this; None: there is none."""
+        """A plan of the graph after these passes that takes less seconds than this; None: there is none.
+
+        Where what is lossy is tried next, a look shows whether anything fits before all is measured and searched for.
+        """
+        if self.best is None and self.leave.allowed.lossy and effort is not LOOK:
+            if self.attempt(rewrites, quicker, LOOK) is None:
+                return None
         self.fits = False
         if exactness(rewrites) != "bitwise":
             self.say(f"trying {', '.join(map(str, rewrites))}")
@@ -235,7 +259,7 @@ class Chooser:
         for names, way in groupby(self.leave.after(self.graph, lossy), key=_names):
             *_, mild = way
             if IN_PARTS not in names:
-                candidate = self.leave.apply(self.graph, (*mild, *lossy)).graph
+                candidate = self.leave.apply(self.graph, (*mild, *lossy, *self.homes)).graph
                 if self.above(candidate, roofline(candidate)):
                     self.closed.add(names)
 
@@ -338,7 +362,7 @@ class Chooser:
         seen = tuple(replace(one, setting=2) if one.name == IN_PARTS else one for one in rewrites)
         key = " ".join(map(str, sorted(seen, key=lambda one: one.name)))
         if key not in self.seen:
-            self.seen[key] = self.leave.apply(self.graph, seen, self.few).graph
+            self.seen[key] = self.leave.apply(self.graph, (*seen, *self.homes), self.few).graph
         graph = self.seen[key]
         examples = 0 if self.leave.resized is None else self.leave.resized.examples
         half, share = examples // 2, 1.0
@@ -358,7 +382,7 @@ class Chooser:
         stored = tuple(one for one in rewrites if one.name in STORED)
         key = " ".join(map(str, stored))
         if key not in self.lasting:
-            self.lasting[key] = _persistent(self.leave.apply(self.graph, stored).graph)
+            self.lasting[key] = _persistent(self.leave.apply(self.graph, (*stored, *self.homes)).graph)
         return self.lasting[key]
 
     def parting(self, rewrites: tuple[Rewrite, ...]) -> str:

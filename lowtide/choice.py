@@ -28,6 +28,7 @@ from lowtide.rewrite import EXACT, TRIED, Rewritten, Trail, apply, leaving_bytes
 from lowtide.rewrites import (
     BY_NAME,
     EXACTNESS,
+    FORMS,
     KEEPS,
     LOSSY_ORDER,
     NOTHING,
@@ -214,6 +215,14 @@ class Leave:
         """The same, and no calls of ours are to be tried."""
         return replace(self, allowed=replace(self.allowed, refused=tuple(one.name for one in TRIED)))
 
+    @property
+    def keeping_forms(self) -> Leave:
+        """The same for parameters and state that stay tensors of floats, and so may live elsewhere; if they are."""
+        if any(one.name in FORMS for one in self.always):
+            return replace(self, allowed=NOTHING)
+        allowed, named = self.allowed, tuple(pair for pair in self.allowed.named if pair[0] not in FORMS)
+        return replace(self, allowed=replace(allowed, named=named, refused=(*allowed.refused, *sorted(FORMS))))
+
     def apply(self, graph: Graph, rewrites: Iterable[Rewrite], trail: Trail | None = None) -> Rewritten:
         """The graph after these passes and all that keep every bit."""
         return apply(graph, (*EXACT, *self.always, *rewrites), self.resized, trail)
@@ -315,7 +324,8 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
     """Look for the quickest plan with a place to go to: no slower than with recomputation, or with copies, alone.
 
     Each amount of state and parameters that may move out is tried, but where its copies alone take too long, or less of
-    it does not fit. All of these searches together have the time limit once more.
+    it does not fit. All of these searches together have the time limit once more. Lossy techniques come last: with all
+    of it here and, where nothing fits so, elsewhere.
     """
     rungs, leave = away.homes(chooser.graph), chooser.leave
     exactly = replace(leave, allowed=NOTHING)
@@ -332,6 +342,8 @@ def _elsewhere(chooser: Chooser, away: Away) -> None:
             break
     chooser.leave, chooser.effort = leave, Effort(explain=not rungs)
     chooser.lossily(away.rewrites())
+    if chooser.best is None and rungs and leave.keeping_forms.allowed.lossy:
+        chooser.lossily_elsewhere(leave.keeping_forms, away.rewrites(max(rungs)))
     if chooser.best is None and rungs:  # with all of it elsewhere least is needed
         chooser.leave, chooser.effort = exactly, Effort(0.0)
         chooser.take(away.rewrites(max(rungs)))

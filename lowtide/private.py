@@ -269,9 +269,18 @@ def precision() -> tuple[str, ...]:
     return torch.get_float32_matmul_precision(), *("ieee" if one == "none" else one for one in told)
 
 
+DENORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread makes zeros of numbers so small, as after torch.set_flush_denormal; others may not."""
+    return DENORMAL * 1.0 == 0.0
+
+
 def usual_arithmetic() -> bool:
     """Whether kernels are chosen, and numbers rounded, as in a process that was told nothing."""
-    return mkldnn_enabled() and precision() == USUAL_PRECISION and not deterministic_state()[0]
+    told = not mkldnn_enabled() or precision() != USUAL_PRECISION or deterministic_state()[0]
+    return not told and not flushes_denormals()
 
 
 def attention_kernels() -> tuple[bool, bool, bool]:

@@ -126,17 +126,13 @@ class Ledger {
   // A step begins, or goes on: it needs the pages of its arena.
   void begun(Arena* arena) {
     ++steps_;
-    if (arena != nullptr) {
-      ++arena->running;
-    }
+    runs(arena, 1);
   }
 
   void stopped(Arena* arena) {
     --steps_;
-    if (arena != nullptr) {
-      --arena->running;
-      exhausted_ = false;
-    }
+    runs(arena, -1);
+    exhausted_ = false;
   }
 
   // Nobody has counted for a while.
@@ -199,6 +195,15 @@ class Ledger {
   }
 
  private:
+  // So many more steps run in an arena, if there is one.
+  void runs(Arena* arena, int64_t more) {
+    if (arena != nullptr) {
+      const int64_t before = arena->held();
+      arena->running += more;
+      level(arena->held() - before);
+    }
+  }
+
   // Tells all meters of memory that came or went.
   void level(int64_t nbytes) {
     held_ += nbytes;

@@ -105,7 +105,7 @@ class Arena {
 
   // The bytes that a block at this offset would add to what is held.
   int64_t adds(int64_t offset, int64_t size) const {
-    return size - pages_.spare(offset, offset + size);
+    return running > 0 ? pages_.missing(offset, offset + size) : size - pages_.spare(offset, offset + size);
   }
 
   // Puts a block at an offset that is free.
@@ -151,9 +151,10 @@ class Arena {
     return true;
   }
 
-  // The bytes of its blocks, and of pages that it holds beside them.
+  // The bytes of its pages while a step runs in it, as the plan counts them. Else of its blocks, whose pages count for
+  // no more than those of a heap would, and of pages that it holds beside them.
   int64_t held() const {
-    return used_ + pages_.spare();
+    return running > 0 ? pages_.held() : used_ + pages_.spare();
   }
 
   int64_t blocks() const {

@@ -1,6 +1,6 @@
 // Which pages of an arena the process holds: a page comes by being used, and can be given back while no block is in it.
 //
-// A page with a block in it counts for its blocks alone, as the pages of a heap do; a *spare* one counts whole.
+// A *spare* page has no block in it.
 
 #pragma once
 
@@ -24,6 +24,20 @@ class Pages {
     return spare_;
   }
 
+  // Bytes of all pages that are held.
+  int64_t held() const {
+    return all_;
+  }
+
+  // Bytes of pages that a block from start to end would bring.
+  int64_t missing(int64_t start, int64_t end) const {
+    int64_t found = 0;
+    for (int64_t page = all_ < nbytes_ ? start / kPage : count(end); page < count(end); ++page) {
+      found += held_[page] ? 0 : size(page);
+    }
+    return found;
+  }
+
   // Bytes of spare pages that a block from start to end would take.
   int64_t spare(int64_t start, int64_t end) const {
     int64_t found = 0;
@@ -35,6 +49,7 @@ class Pages {
 
   void take(int64_t start, int64_t end) {
     spare_ -= spare(start, end);
+    all_ += missing(start, end);
     for (int64_t page = start / kPage; page < count(end); ++page) {
       ++blocks_[page];
       held_[page] = true;
@@ -68,6 +83,7 @@ class Pages {
       given += run;
     }
     spare_ -= given;
+    all_ -= given;
     return given;
   }
 
@@ -85,6 +101,7 @@ class Pages {
   std::vector<uint8_t> blocks_;  // of each page, how many are in it
   std::vector<bool> held_;
   int64_t spare_ = 0;   // bytes
+  int64_t all_ = 0;     // bytes of pages that are held
   int64_t beyond_ = 0;  // from this page on none is spare
 };
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lowtide import report
+from lowtide.candidates import MANY_OPS
 from lowtide.choice import Leave, eager_peak
 from lowtide.cli.plan import Allow, FromCosts, OffloadBudget, OffloadDir, Rounding, TimeLimit, read_offload
 from lowtide.cli.profile import (
@@ -114,7 +115,8 @@ def _techniques(
     sets: dict[str, list[tuple[Rewrite, ...]]]
     sets = {name: [(rung,) for rung in dict.fromkeys((rungs[0], rungs[-1]))] for name, rungs in alone.items()}
     if len(alone) > 1:
-        sets["all together"] = [(*leave.milds(graph)[-1], *leave.levels(graph)[-1][-1])]
+        level = leave.levels(graph)[-1]
+        sets["all together"] = [_with_parts(graph, leave, lossy) for lossy in dict.fromkeys((level[0], level[-1]))]
     found = []
     with counting("planning what is allowed", patience=0.0) as progress:
         for done, (name, choices) in enumerate(sets.items()):
@@ -126,6 +128,13 @@ def _techniques(
                 points.sort(key=lambda point: point.budget)
                 found.append(report.Technique(name, KEEPS[exactness(graphs[-1].rewrites)], points))
     return found
+
+
+def _with_parts(graph: Graph, leave: Leave, lossy: tuple[Rewrite, ...]) -> tuple[Rewrite, ...]:
+    """These techniques with what splits a step that is changed by them: the finest parts that are soon planned."""
+    found = [(*mild, *lossy) for mild in leave.after(graph, lossy)]
+    soon = (one for one in reversed(found) if len(leave.apply(graph, one).graph.ops) <= MANY_OPS)
+    return next(soon, found[0])
 
 
 def _classics(graph: Graph, costs: Costs, budgets: Sequence[int]) -> dict[str, list[report.Point | None]]:

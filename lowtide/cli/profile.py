@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,7 +26,7 @@ from lowtide.peaks import resident, why_not
 from lowtide.peaks.predict import Prediction, compare
 from lowtide.plan import as_eager, keep_everything
 from lowtide.program import Plan
-from lowtide.resized import Resized, examples_of, resized
+from lowtide.resized import Resized, resizable
 from lowtide.simulate import simulate
 
 WHOLE = "100%"  # of what eager's step holds
@@ -166,12 +165,7 @@ def captured_target(target: str) -> tuple[Built, Captured, float]:
 def resized_target(built: Built, captured: Captured) -> Resized | None:
     """The step of a target at other sizes, where it is known what an example is."""
     step, model, optimizer, example = built
-    count = examples_of(example)
-    if count is None:
-        return None
-    return Resized(
-        captured.graph, count, cache(lambda size: capture(step, model, optimizer, resized(example, size)).graph)
-    )
+    return resizable(captured.graph, example, lambda batch: capture(step, model, optimizer, batch).graph)
 
 
 def costs_of(graph: Graph, origin: CostsFrom, folder: Path | None = None) -> Costs:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from lowtide import device as devices
@@ -33,7 +33,7 @@ from lowtide.page.advice import Situation
 from lowtide.plan import carry, overlap, plan
 from lowtide.plan.planning import Planning
 from lowtide.program import Plan
-from lowtide.resized import Resized, examples_of, resized
+from lowtide.resized import Resized, resizable
 from lowtide.rewrite import EXACT, Rewritten, apply
 from lowtide.rewrites import FORMS, LOSSY_ORDER, ROUNDING, exactness, has_tried
 from lowtide.verify.gradient import with_errors
@@ -303,10 +303,7 @@ class Maker:
 
     def _resized(self, graph: Graph, batch: tuple[Any, ...], numbers: Numbers) -> Resized | None:
         """The step at other sizes, where it is known what an example is."""
-        count = examples_of(batch)
-        if count is None:
-            return None
-        return Resized(graph, count, cache(lambda size: self._capture(resized(batch, size), numbers).graph))
+        return resizable(graph, batch, lambda other: self._capture(other, numbers).graph)
 
     def _given(self, source: PlanFrom, graph: Graph, leave: Leave) -> Choice:
         """The plan that was asked for, if it is one of this step and keeps its promise."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from lowtide.captured import Captured
 from lowtide.choice import Leave
 from lowtide.execute import Batch, Runner, StaleError, execute
 from lowtide.plan import keep_everything
-from lowtide.resized import Resized, examples_of, resized
+from lowtide.resized import resizable
 from lowtide.rewrites import Allowed, Rewrite
 from lowtide.verify.copies import Copy
 from lowtide.verify.gradient import error_of
@@ -38,9 +37,8 @@ class Plainly:
             except StaleError:
                 pass
         captured = self._capture(copied, batch)
-        count = examples_of(batch)
-        at = cache(lambda size: self._capture(copied, resized(batch, size)).graph)
-        leave = Leave(self._allowed, None if count is None else Resized(captured.graph, count, at))
+        sizes = resizable(captured.graph, batch, lambda other: self._capture(copied, other).graph)
+        leave = Leave(self._allowed, sizes)
         graph = leave.apply(captured.graph, changing).graph
         error = error_of(captured, graph, given)
         self._runner, self._made = execute(replace(captured, graph=graph), keep_everything(graph)), made

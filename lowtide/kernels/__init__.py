@@ -13,7 +13,18 @@ import torch
 
 from lowtide.errors import ProgramError
 from lowtide.graph.targets import refusal, unknown_constant
-from lowtide.kernels import attention, blocked, blocks, chains, collectives, expected, forms, grouped, sparse
+from lowtide.kernels import (
+    attention,
+    blocked,
+    blocks,
+    chains,
+    collectives,
+    expected,
+    forms,
+    grouped,
+    norm_halves,
+    sparse,
+)
 from lowtide.kernels.own import quicker
 from lowtide.kernels.tried import Own
 from lowtide.private import bare_kernel, base_name, dispatched, flop_registry, overload_name, schema
@@ -41,6 +52,7 @@ FAMILIES = (
     chains.FAMILY,
 )  # of ops of ours that stand for torch's, and are tried against them
 TRIED: Mapping[str, Own] = {one.target: one for family in FAMILIES for one in family.ops}
+WITH_OUT = ("aten.", "lowtide.sparse", "lowtide.norm")  # how calls begin that may have an `out=`
 _LIBRARY = torch.library.Library("lowtide", "DEF")
 _LIBRARY.define(
     "handover(Tensor(a!) mark, Tensor[] outputs, Tensor[] others, Tensor(b!)[] held, int[] used, int[] strides)"
@@ -50,6 +62,7 @@ for one in TRIED.values():
     one.define(_LIBRARY)
 blocks.define(_LIBRARY)
 grouped.define(_LIBRARY)
+norm_halves.define(_LIBRARY)
 sparse.define(_LIBRARY)
 collectives.define(_LIBRARY)
 expected.define(_LIBRARY)
@@ -113,7 +126,11 @@ def overwriter(target: str, *, itself: bool) -> tuple[Any, str | None] | None:
 
     `itself` asks for the variant that overwrites its first argument, such as `relu_`; it needs no name.
     """
-    namespace = getattr(torch.ops, target.split(".")[0]) if target.startswith(("aten.", "lowtide.sparse")) else None
+    namespace = (
+        getattr(torch.ops, target.split(".")[0])
+        if target.startswith(("aten.", "lowtide.sparse", "lowtide.norm"))
+        else None
+    )
     if namespace is None:
         return None
     functional = overload(target)

@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,10 +240,9 @@ class _Drawing:
         return self.kept.flatten(0, 1)
 
 
-@cache
 def _noise(rate: float) -> float:
-    """What torch's division makes of a draw that is kept."""
-    return float(torch.ones(1, dtype=torch.float32).div_(rate).item())
+    """What torch's division makes of a draw that is kept; nothing is allocated, for a first step learns what is."""
+    return ctypes.c_float(1 / ctypes.c_float(rate).value).value
 
 
 def _operands(call: _Call) -> list[_Operand]:

@@ -14,15 +14,16 @@ namespace {
 
 struct Norm {
   const float *input, *weight, *bias, *given_mean, *given_var;
-  float *out, *saved;      // as the input; three numbers for each example and channel
-  double* sums;            // three for each channel: of the numbers, of their squares, and how many
+  float *out, *saved;      // as the input, or none; three numbers for each example and channel
+  double* sums;            // three for each channel: of the numbers, of their squares, and how many; none: saved is known
   int64_t batch, channels, image, group;
   double share, epsilon;
 };
 
 struct Back {
   const float *gradient, *input, *weight, *given_mean, *saved;
-  float *out, *weight_gradient, *bias_gradient;
+  float *out, *weight_gradient, *bias_gradient;  // out or the others: none
+  float* terms;  // two for each example and channel, of which out is made; none: both are made at once
   int64_t batch, channels, image, group;
   double share;
 };
@@ -85,6 +86,13 @@ void normalize(const Norm& n, int64_t channel) {
   const float weight = n.weight == nullptr ? 1 : n.weight[channel], bias = n.bias == nullptr ? 0 : n.bias[channel];
   double all = 0, all_squares = 0;
   const auto at = [&](int64_t example) { return (example * n.channels + channel) * n.image; };
+  if (n.sums == nullptr) {
+    for (int64_t k = 0; k < n.batch; ++k) {
+      const float* saved = n.saved + 3 * (k * n.channels + channel);
+      scale(n.input + at(k), n.image, saved[1], saved[2] * weight, bias, n.out + at(k));
+    }
+    return;
+  }
   for (int64_t first = 0; first < n.batch; first += n.group) {
     double mean = 0, var = 0;
     for (int64_t k = first; k < first + n.group; ++k) {
@@ -103,7 +111,9 @@ void normalize(const Norm& n, int64_t channel) {
       saved[0] = static_cast<float>(mean);
       saved[1] = static_cast<float>(middle);
       saved[2] = static_cast<float>(inverse);
-      scale(n.input + at(k), n.image, saved[1], saved[2] * weight, bias, n.out + at(k));
+      if (n.out != nullptr) {
+        scale(n.input + at(k), n.image, saved[1], saved[2] * weight, bias, n.out + at(k));
+      }
     }
   }
   double* sums = n.sums + channel;
@@ -118,6 +128,14 @@ void differentiate(const Back& n, int64_t channel) {
   const double weight = n.weight == nullptr ? 1 : n.weight[channel];
   double all = 0, all_products = 0;
   const auto at = [&](int64_t example) { return (example * n.channels + channel) * n.image; };
+  if (n.weight_gradient == nullptr) {
+    for (int64_t k = 0; k < n.batch; ++k) {
+      const float *saved = n.saved + 3 * (k * n.channels + channel), *terms = n.terms + 2 * (k * n.channels + channel);
+      spread(n.gradient + at(k), n.input + at(k), n.image, saved[0],
+             static_cast<float>(weight * static_cast<double>(saved[2])), terms[0], terms[1], n.out + at(k));
+    }
+    return;
+  }
   for (int64_t first = 0; first < n.batch; first += n.group) {
     const float* saved = n.saved + 3 * (first * n.channels + channel);
     const double mean = saved[0], inverse = saved[2];
@@ -133,8 +151,14 @@ void differentiate(const Back& n, int64_t channel) {
     const double shift = share / count * (by_mean + 2 * (1 - share) * (mean - given) * by_var);
     const double slope = 2 * share / count * by_var;
     for (int64_t k = first; k < first + n.group; ++k) {
-      spread(n.gradient + at(k), n.input + at(k), n.image, static_cast<float>(mean),
-             static_cast<float>(weight * inverse), static_cast<float>(shift), static_cast<float>(slope), n.out + at(k));
+      if (n.terms != nullptr) {
+        n.terms[2 * (k * n.channels + channel)] = static_cast<float>(shift);
+        n.terms[2 * (k * n.channels + channel) + 1] = static_cast<float>(slope);
+      } else {
+        spread(n.gradient + at(k), n.input + at(k), n.image, static_cast<float>(mean),
+               static_cast<float>(weight * inverse), static_cast<float>(shift), static_cast<float>(slope),
+               n.out + at(k));
+      }
     }
   }
   n.weight_gradient[channel] = static_cast<float>(all_products);

@@ -25,7 +25,7 @@ _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIZES = [(name, _INT) for name in ("batch", "channels", "image", "group")]
 
 
-class _Norm(ctypes.Structure):
+class Norm(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("input", "weight", "bias", "given_mean", "given_var", "out", "saved", "sums")),
         *_SIZES,
@@ -33,10 +33,10 @@ class _Norm(ctypes.Structure):
     )
 
 
-class _Back(ctypes.Structure):
+class Back(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gradient", "input", "weight", "given_mean", "saved")),
-        *((name, _POINTER) for name in ("out", "weight_gradient", "bias_gradient")),
+        *((name, _POINTER) for name in ("out", "weight_gradient", "bias_gradient", "terms")),
         *_SIZES,
         ("share", _DOUBLE),
     )
@@ -80,9 +80,9 @@ def grouped_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise groups of examples: the result, what the backward needs of each example, and sums over all."""
     made = _empty(input, weight, bias, mean, var, group, share, eps)
-    tensors = [_address(tensor) for tensor in (input, weight, bias, mean, var, *made)]
-    norm = _Norm(*tensors, *_sizes(input), group, share, eps)
-    _library().lowtide_grouped_norm(ctypes.byref(norm), torch.get_num_threads())
+    tensors = [address(tensor) for tensor in (input, weight, bias, mean, var, *made)]
+    norm = Norm(*tensors, *sizes(input), group, share, eps)
+    library().lowtide_grouped_norm(ctypes.byref(norm), torch.get_num_threads())
     return made
 
 
@@ -91,9 +91,9 @@ def grouped_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the input, of the weight and of the bias; given statistics are constants."""
     made = _empty_gradients(gradient, input, weight, mean, saved, group, share)
-    tensors = [_address(tensor) for tensor in (gradient, input, weight, mean, saved, *made)]
-    back = _Back(*tensors, *_sizes(input), group, share)
-    _library().lowtide_grouped_norm_backward(ctypes.byref(back), torch.get_num_threads())
+    tensors = [address(tensor) for tensor in (gradient, input, weight, mean, saved, *made, None)]
+    back = Back(*tensors, *sizes(input), group, share)
+    library().lowtide_grouped_norm_backward(ctypes.byref(back), torch.get_num_threads())
     return made
 
 
@@ -150,14 +150,14 @@ def _refuse(whole: list[Tensor], channels: list[Tensor | None], input: Tensor, g
         raise ValueError(f"{input.dtype} {list(input.shape)} can't be normalised in groups of {group}")
 
 
-def _sizes(input: Tensor) -> tuple[int, int, int]:
+def sizes(input: Tensor) -> tuple[int, int, int]:
     return input.shape[0], input.shape[1], input.numel() // (input.shape[0] * input.shape[1])
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     return native.library(SOURCE, SIGNATURES, what="batch norm over groups", flags=FLAGS)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide import native
-from lowtide.private import bare_kernel
+from lowtide.private import bare_kernel, flushes_denormals
 
 SOURCE = Path(__file__).with_name("own.cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-ldl")
@@ -65,7 +65,7 @@ SIGNATURES: native.Signatures = {
 @cache
 def quicker(target: str) -> Callable[..., Any] | None:
     """Our kernel for a target, to be called as torch's; None where there is none, or where it can't be used here."""
-    if target not in _MAKERS or (library := _library()) is None:
+    if target not in _MAKERS or flushes_denormals() or (library := _library()) is None:
         return None
     with _undisturbed():
         return _MAKERS[target](library)

@@ -51,6 +51,7 @@ PATIENCE = 300  # seconds after which a call is given up
 KILLS = 2  # processes in a row that are killed before their first answer; then there is no memory for one
 NO_MEMORY = "the system has no memory for the process that measures"
 PROBE, GLANCE = 2**18, 0.05  # numbers that all threads work on, and for how many seconds, to see if they have cores
+TELLING = ("ATEN_CPU_", "DNNL_", "MKL_", "ONEDNN_")  # variables that tell libraries which kernels to choose
 RIGHT = 0.01  # of a step: prices that are off by less are not corrected
 
 _again: set[tuple[Path | None, str]] = set()  # disturbed prices that this process has asked again: once is enough
@@ -161,7 +162,8 @@ def _specimens(graph: Graph) -> tuple[list[str | None], dict[str, dict[str, Any]
 
 def _book(graph: Graph) -> Book:
     where = device.of(graph.device)
-    return Book([where.model(), graph.device, where.missing() is None, *_how()])
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(TELLING)]
+    return Book([where.model(), graph.device, where.missing() is None, *told, *_how()])
 
 
 def _costs(

@@ -209,7 +209,8 @@ def _resized(one: Pass, setting: Setting, resized: Resized) -> Resized:
     key = f"after {one.by(setting)}"
     if key not in resized.known:
         at = cache(lambda size: one.run(resized.at(size), setting))
-        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, known={})
+        along = cache(lambda: tuple(_resized(one, setting, other) for other in resized.along()))
+        resized.known[key] = replace(resized, graph=one.run(resized.graph, setting), at=at, along=along, known={})
     found = resized.known[key]
     assert isinstance(found, Resized)
     return found

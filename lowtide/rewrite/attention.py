@@ -15,6 +15,7 @@ from lowtide.graph import Arg, Constant, Graph, Op, Read, Value
 from lowtide.kernels.attention import BACKWARD, DROPPED, DROPPED_BACKWARD, PLAIN
 from lowtide.kernels.attention_plain import APART, FLAT, JOINED, bits
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.joining import Joining
 from lowtide.rewrite.seeing import PRODUCT, Other, Seeing
 from lowtide.rewrites import Setting
 
@@ -31,7 +32,7 @@ def attention(graph: Graph, without: Setting = None) -> Graph:
     softmaxes = [op for op in graph.ordinary if graph.ops[op].target in (SOFTMAX, SAFE_SOFTMAX)]
     if graph.device != "cpu" or not softmaxes:
         return graph
-    editor, seeing = Editor(graph), Seeing(graph)
+    editor, seeing, joining = Editor(graph), Seeing(graph), Joining(graph)
     found = False
     for softmax in softmaxes:
         region = _Region(graph, seeing, softmax)
@@ -39,7 +40,7 @@ def attention(graph: Graph, without: Setting = None) -> Graph:
             region.find()
         except Other:
             continue
-        if not left & {graph.ops[op].name for op in region.ops}:
+        if not left & {graph.ops[op].name for op in region.ops} and all(map(joining.join, region.ways())):
             found = region.write(editor) or found
     return editor.reordered() if found else graph
 
@@ -148,7 +149,7 @@ class _Region:
         quotient = self.see.made_by(other.value, QUOTIENT)
         draw = self.see.made_by(self.see.old(quotient), DRAW)
         empty = self.see.made_by(self.see.old(draw), EMPTY)
-        rate = self.graph.ops[draw].args[1]
+        rate = (*self.graph.ops[draw].args, 0.5)[1]  # torch leaves out what it would take anyway
         if not isinstance(rate, float) or not 0 < rate <= 1 or self.graph.ops[quotient].args[1] != rate:
             raise Other
         if self.graph.ops[draw].kwargs:
@@ -175,7 +176,12 @@ class _Region:
         if any(set(self.graph.readers[value]) - self.ops or value in self.graph.required for value in gone - kept):
             raise Other
         reads = (self.queries, self.keys, values)
-        self.operands = [self.operand(read) for read in reads]
+        if not gone.isdisjoint(read.value for read in reads):
+            raise Other
+        alone = [sum(read.value == other.value for other in reads) == 1 for read in reads]
+        self.operands = [
+            self.operand(reads[place], place) if alone[place] else _Operand(reads[place]) for place in range(3)
+        ]
         self.mixed = self.result(self.graph.ops[mixing[0]].makes[0])
         self.back = None
         if back:
@@ -187,6 +193,7 @@ class _Region:
                     operand.read, operand.scale = self.unscaled[number], 1.0
                 results.append(self.result(made if scaled is None else scaled))
             self.back = _Back(self.last_softmax, self.operand(self.seen), tuple(results))
+            self.ops |= set(self.absorbed(self.seen, self.back.gradient))
         self.ops |= {op for number, operand in enumerate(self.operands) for op in self.absorbed(reads[number], operand)}
 
     # ---- backward
@@ -277,8 +284,8 @@ class _Region:
 
     unscaled: dict[int, Read] = field(default_factory=dict)
 
-    def operand(self, read: Read) -> _Operand:
-        """What a product reads: what its copy was made of, where only this region reads that copy."""
+    def operand(self, read: Read, place: int = -1) -> _Operand:
+        """What a product reads: what its copy was made of, where only this region reads that copy, and as this only."""
         graph, clone = self.graph, self.graph.maker[read.value]
         if clone < 0 or not self.see.is_copy(clone) or not self.see.is_reshaped(read):
             return _Operand(read)
@@ -290,16 +297,15 @@ class _Region:
             return _Operand(read)
         if self.see.is_written(source.value) or read.value in graph.required:
             return _Operand(read)
-        number = next((place for place, one in enumerate((self.queries, self.keys)) if one == read), None)
         scale = graph.maker[source.value]
-        if number is not None and scale >= 0 and (op := graph.ops[scale]).target in TIMES:
+        if place in (0, 1) and scale >= 0 and (op := graph.ops[scale]).target in TIMES:  # of queries and keys
             inner, factor = op.args
             if not isinstance(inner, Read):
                 return _Operand(source, copied=True)
             alone = graph.readers[source.value] == (clone,) and source.value not in graph.required
             whole = self.see.is_as_made(source) and not self.see.is_written(inner.value)
             if alone and whole and type(factor) is float and self.see.tensor(inner).shape == seen.shape:
-                self.unscaled[number] = source
+                self.unscaled[place] = source
                 return _Operand(inner, factor, copied=True)
         return _Operand(source, copied=True)
 
@@ -362,6 +368,11 @@ class _Region:
 
     # ---- the calls
 
+    def ways(self) -> list[set[int]]:
+        """The ops of the forward and, where there is one, of the backward: of each, one call is made."""
+        back = {op for op in self.ops if self.graph.ops[op].phase == "backward"}
+        return [self.ops - back] if self.back is None else [self.ops - back, back]
+
     def write(self, editor: Editor) -> bool:
         """Put the calls in the place of the region, if they make what it makes."""
         graph, query, key, value = self.graph, *self.operands
@@ -396,8 +407,6 @@ class _Region:
         if not all(self.is_as_before(editor, call) for call in calls):
             return False
         places = [self.draw if self.draw >= 0 else self.softmax, *([] if self.back is None else [self.back.name])]
-        if self.back is not None and self.back.gradient.copied:
-            self.ops.add(graph.maker[self.seen.value])
         for index in self.ops:
             editor.take_out(index)
         for place, call in zip(places, calls, strict=True):

@@ -16,6 +16,7 @@ from lowtide.kernels import blocked as ops
 from lowtide.kernels.blocked_norm import NORM, NORM_BACKWARD
 from lowtide.kernels.opaque import BLOCK
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.joining import Joining
 from lowtide.rewrites import Setting
 
 ADDS = (ADD, "aten.add_.Tensor")
@@ -42,7 +43,7 @@ class _Joining:
     """A graph, of whose ops some are joined, one after the other."""
 
     def __init__(self, graph: Graph, without: frozenset[str]) -> None:
-        self.graph, self.editor = graph, Editor(graph)
+        self.graph, self.editor, self.joining = graph, Editor(graph), Joining(graph)
         self.ops = {  # those that may be joined, as they are by now
             index: op for index in graph.ordinary if not (op := graph.ops[index]).forgotten and op.name not in without
         }
@@ -92,8 +93,9 @@ class _Joining:
         if rectifying is not None:
             chain.append(rectifying)
             made = self.ops[rectifying].makes[0]
-            self.rectified[made] = _Behind(op, added is not None)
-        if len(chain) > 1:
+        if len(chain) > 1 and self.joining.join(chain):
+            if made is not None and rectifying is not None:
+                self.rectified[made] = _Behind(op, added is not None)
             args = (*op.args[:7], added, rectifying is not None, *op.args[9:])
             self._join(chain, chain[-1], replace(op, args=args, outputs=(made, *op.outputs[1:])))
 
@@ -123,7 +125,7 @@ class _Joining:
             if self._only_reader(gradient.value, (RELU_BACKWARD, NORM_BACKWARD)) == chain[-1]:
                 gradient, more = two
                 chain.append(adding)
-        if len(chain) > 1:
+        if len(chain) > 1 and self.joining.join(chain):
             args = (gradient, more, parts, weight, bias, mean, scale, result, again, counted is not None, *rest)
             self._join(chain, place, replace(op, args=args, outputs=(*op.outputs[:3], counted)))
 

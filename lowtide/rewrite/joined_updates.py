@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from lowtide.graph import Arg, Graph, Op, Read
 from lowtide.kernels.chains import CHAIN, LINES, REGISTERS, WORDS
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.joining import Joining
 from lowtide.rewrite.seeing import Other, Seeing
 from lowtide.rewrites import Setting
 
@@ -22,7 +23,7 @@ def joined_updates(graph: Graph, without: Setting = None) -> Graph:
     left = frozenset(str(without or "").split("+"))
     if graph.device != "cpu":
         return graph
-    editor, seeing = Editor(graph), Seeing(graph)
+    editor, seeing, joining = Editor(graph), Seeing(graph), Joining(graph)
     found = False
     for members in _groups(graph, seeing):
         if len(members) < 2 or left & {graph.ops[index].name for index in members}:
@@ -30,6 +31,8 @@ def joined_updates(graph: Graph, without: Setting = None) -> Graph:
         try:
             call = _Update(graph, seeing, members).call()
         except Other:
+            continue
+        if not joining.join(members):
             continue
         for index in members:
             editor.take_out(index)

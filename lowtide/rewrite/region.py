@@ -58,7 +58,7 @@ class _Walk:
         self.axis, self.graph, self.inside, self.before = axis, axis.graph, inside, before
         self.region = Region()
         self.after: dict[int, int] = {}  # value that is there after all parts only -> the op that made it so
-        self.batch_only = _batch_only(axis.graph)
+        self.batch_only = batch_only(axis.graph)
 
     def walk(self) -> set[int] | None:
         """Go through the step; returns ops that must run before the region, with which to begin again."""
@@ -166,14 +166,14 @@ def _early(axis: Axis) -> set[int]:
     graph = axis.graph
     sums = {
         op
-        for op in _batch_only(graph)
+        for op in batch_only(graph)
         if any(axis.dim(value) >= 0 for value in graph.reads[op])
         and any(axis.dim(made) < 0 for made in graph.makes[op])
     }
     return _with_ancestors(graph, sums)
 
 
-def _batch_only(graph: Graph) -> set[int]:
+def batch_only(graph: Graph) -> set[int]:
     """The ops that depend on the batch and on nothing of the model."""
     outer = {one.value for one in graph.inputs if graph.values[one.value].kind in OUTER}
     found = set()

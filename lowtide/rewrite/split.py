@@ -15,6 +15,7 @@ from lowtide.kernels import is_product
 from lowtide.resized import Resized
 from lowtide.rewrite.axis import PIECE, Axis, Coupled, axis_of
 from lowtide.rewrite.editor import Editor
+from lowtide.rewrite.norm_halves import norm_halves
 from lowtide.rewrite.parts import split as in_parts
 from lowtide.rewrite.region import Region, region, splittable
 
@@ -47,10 +48,11 @@ def large_ops(graph: Graph, share: float, resized: Resized) -> Graph:
                 regions.append((found, min(FINEST, resized.examples, 2 * round(needs[op] / limit))))
                 taken |= {*found.ops}
             break
-    if not regions:
+    halved = norm_halves(in_parts(axis, regions) if regions else graph, limit)
+    if not regions and halved is graph:
         return graph
     done = f"{len(regions)} large ops run in parts; gradients are those of the whole batch, up to rounding."
-    return replace(in_parts(axis, regions), notes=(*graph.notes, done))
+    return replace(halved, notes=(*graph.notes, done))
 
 
 def shares(graph: Graph, resized: Resized) -> list[float]:

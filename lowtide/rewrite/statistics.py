@@ -37,7 +37,7 @@ def read_setting(told: object) -> tuple[int, float]:
 
 def sizes(graph: Graph) -> tuple[int, ...]:
     """Groups that may be tried, the largest first: half a batch is whole groups, too."""
-    shapes = [_shape(graph, op) for op in graph.ops if _trains(op)]
+    shapes = [_shape(graph, op) for op in graph.ops if trains(op)]
     batch = min((shape[0] for shape in shapes), default=0)
     return tuple(
         size
@@ -49,14 +49,14 @@ def sizes(graph: Graph) -> tuple[int, ...]:
 def grouped(graph: Graph, told: object) -> Graph:
     """The graph whose training batch norms are taken over groups of examples, where that can be."""
     size, share = read_setting(told)
-    writer = _Writer(graph, size, share)
+    writer = Writer(graph, size, share)
     for index in graph.ordinary:
-        if _trains(graph.ops[index]) and writer.may(index):
+        if trains(graph.ops[index]) and writer.may(index):
             writer.write(index)
     return writer.editor.reordered() if writer.done else graph
 
 
-class _Writer:
+class Writer:
     """Writes the graph with batch norms over groups."""
 
     def __init__(self, graph: Graph, size: int, share: float) -> None:
@@ -89,8 +89,8 @@ class _Writer:
         assert result is not None
         batch, channels, *_ = _shape(self.graph, op)
         like = self.graph.values[result]
-        note = self._value(like, f"{like.name} statistics", "float32", (batch, channels, SAVED))
-        sums = self._value(like, f"{like.name} sums", "float64", (SUMS, channels))
+        note = self.value(like, f"{like.name} statistics", "float32", (batch, channels, SAVED))
+        sums = self.value(like, f"{like.name} sums", "float64", (SUMS, channels))
         given = (op.args[MEAN], op.args[VAR]) if self.share < 1 else (None, None)
         args = (op.args[INPUT], op.args[WEIGHT], op.args[BIAS], *given, self.size, self.share, op.args[EPSILON])
         outputs = (result, note, sums)
@@ -100,17 +100,17 @@ class _Writer:
             read = (*back.args[:3], given[0], Read(note), self.size, self.share)
             self.editor.change(reader, replace(back, target=BACKWARD, args=read))
         if op.updates:
-            self._update(index, op, sums)
+            self.update(index, op, sums)
         self.done = True
 
-    def _update(self, index: int, op: Op, sums: int) -> None:
+    def update(self, index: int, op: Op, sums: int) -> None:
         """Running statistics change at the end of the step: until then what they were is there to be read again."""
         last = len(self.graph.ordinary) - 1
         args = (op.args[MEAN], op.args[VAR], Read(sums), op.args[MOMENTUM])
         update = Op(f"{op.name}_statistics", RUNNING, args, outputs=(None,), updates=op.updates, phase="update")
         self.editor.put(last, 0, index, replace(update, module=op.module, source=op.source))
 
-    def _value(self, like: Value, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    def value(self, like: Value, name: str, dtype: str, shape: tuple[int, ...]) -> int:
         strides, count = [], 1
         for size in reversed(shape):
             strides.append(count)
@@ -121,7 +121,7 @@ class _Writer:
         )
 
 
-def _trains(op: Op) -> bool:
+def trains(op: Op) -> bool:
     return op.target == WHOLE and op.args[TRAINS] is True and isinstance(op.args[INPUT], Read)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -111,3 +113,40 @@ def test_a_gradient_whose_memory_has_another_order_than_its_dimensions() -> None
     ops = [op for op in joined[0].ops if op.target == chains.CHAIN]
     assert len(ops) == 4
     assert any(read.view is not None for op in ops for read in op.arguments())
+
+
+READS = {"add": 2, "multiply": 2, "divide": 2, "lerp": 2, "add product": 3, "add quotient": 3}
+NUMBERS = (0.1, -0.3, 0.5, 0.4999999, 1.5, 1e-8, 0.0, -1.0, 3e38)
+COUNTS = (1, 2, 7, 15, 16, 17, 63, 511, 512, 513, 4097, 16384, 16385, 32768, 50_003)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_line_has_torchs_bits_with_any_number(threads: int) -> None:
+    """Ordinary numbers, and NaN, infinities, zeros of both signs and denormals among them, whatever the size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        random = Random(threads)
+        for name in chains.LINES[2:]:
+            for count in COUNTS:
+                _assert_line(name, count, random.choice(NUMBERS), random.random() < 0.5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _assert_line(name: str, count: int, number: float, special: bool) -> None:
+    generator = torch.Generator().manual_seed(count)
+    given = [torch.randn(count, generator=generator, dtype=torch.float32) for _ in range(3)]
+    if special:
+        values = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-40, 3e38])
+        for tensor in given:
+            places = torch.randint(count, (count // 3 + 1,), generator=generator)
+            tensor[places] = values[torch.randint(len(values), places.shape, generator=generator)]
+    loads = [word for place in range(3) for word in (0, place, place, 0, 0, 0)]
+    reads = [0, 1, 2][: READS.get(name, 1)]
+    line = [chains.LINES.index(name), 3, *reads, *([0] * (3 - len(reads))), 0]
+    mine, theirs = given[2].clone(), given[2].clone()
+    for run, target in ((chains.update, mine), (chains.by_torch, theirs)):
+        run(given[:2], [target], [*loads, *line, 1, 0, 3, 0, 0, 0], [number])
+    assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), (name, count, number, special)

@@ -91,3 +91,43 @@ def test_copies_under_a_lossy_step_keep_its_bits() -> None:
     train = lowtide.fit(step, model, optimizer, example=example, plan=plan, allow=str(lossy), costs="roofline")
     losses = {f"loss {number}": train(*example).detach().clone() for number in range(STEPS)}
     assert_same(everything(model, optimizer) | losses, alone(changing))
+
+
+class Heads(nn.Module):
+    """Several heads over one body: what persists is more than one of them needs while it is updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Block(), nn.Flatten())
+        self.heads = nn.ModuleList(nn.Linear(4 * 1024, 16) for _ in range(6))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        body = self.body(images)
+        return torch.stack([head(body) for head in self.heads]).sum(0)
+
+
+def test_what_is_lossy_goes_together_with_state_and_parameters_elsewhere(tmp_path: Path) -> None:
+    """A budget below what persists and below what one batch norm needs of the whole batch: each alone is too much."""
+    torch.manual_seed(0)
+    model = Heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    example = torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    budget = weights
+    train = lowtide.fit(
+        step,
+        model,
+        optimizer,
+        example=example,
+        budget=budget,
+        allow="lossy",
+        offload="disk",
+        offload_dir=tmp_path,
+        time_limit=0.2,
+        costs="roofline",
+    )
+    names = {one.name for one in train.plan.rewrites}
+    assert {"homes", "microbatch", "batch-statistics"} <= names
+    assert not {"weights16", "state8", "sparse"} & names
+    losses = [float(train(*example)) for _ in range(STEPS)]
+    assert losses[-1] < losses[0]

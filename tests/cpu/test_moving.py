@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weights that were not zero are
 def fitted(allow: str, optimizer: str = "sgd") -> tuple[Any, Any, Any]:
     model, one = made(optimizer, convolutions=True)
     example = batches(1)[0]
+    allow = f"{allow},-blocked"  # with which the step would fit without sparse weights, where it is taken
     train = lowtide.fit(step, model, one, example=example, allow=allow, budget=BUDGET, time_limit=0.2)
     assert "sparse" in {rewrite.name for rewrite in train.plan.rewrites}
     return train, model, one

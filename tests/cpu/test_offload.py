@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import lowtide
 from lowtide import allocator, device, kernels, models
+from lowtide.candidates import Prices
 from lowtide.cli import app
 from lowtide.costs import Costs, Lane, lanes
 from lowtide.device import cpu, disk
@@ -31,8 +32,10 @@ from lowtide.device.mounts import is_memory
 from lowtide.errors import BudgetError, LowtideError, PlaceError, UsageError
 from lowtide.fit import Fitted, make
 from lowtide.graph import Graph, Place
+from lowtide.measure import with_lanes
 from lowtide.plan import least
 from lowtide.program import Copy
+from lowtide.rewrite import apply, offload
 
 pages, prices, rows, homes = (
     importlib.import_module(f"lowtide.{name}")
@@ -503,6 +506,15 @@ def test_the_command_line_plans_loads_and_trains(tmp_path: Path) -> None:
     )
     assert by_budget["losses"] == eager["losses"]
     assert by_budget["metered_peak"] == by_budget["predicted_peak"] <= int(budget)
+
+
+def test_prices_with_copies_are_asked_for_beside_those_without() -> None:
+    graph = lowtide.capture(*recipe("mlp")()).graph
+    waiting = apply(graph, offload("disk")).graph
+    price = Prices(lambda one: with_lanes(one, lowtide.roofline(one)))
+    assert waiting.fingerprint == graph.fingerprint
+    assert [price(one).staging for one in (graph, waiting, graph)] == [0, 2 * PIECE, 0]
+    assert [price.glance(one).staging for one in (waiting, graph)] == [2 * PIECE, 0]
 
 
 def test_a_curve_goes_lower_with_offload() -> None:

@@ -573,6 +573,7 @@ def test_contexts_around_a_step_are_seen() -> None:
 
 @canary(
     *("deterministic_state", "product_precision", "precision", "mkldnn_enabled", "usual_arithmetic", "USUAL_PRECISION"),
+    *("flushes_denormals", "DENORMAL"),
     does="sees settings that a step depends on",
 )
 def test_settings_are_seen() -> None:
@@ -589,7 +590,11 @@ def test_settings_are_seen() -> None:
         assert not private.usual_arithmetic()
         torch._C._set_mkldnn_enabled(False)
         assert not private.mkldnn_enabled()
+        assert not private.flushes_denormals()
+        if torch.set_flush_denormal(True):
+            assert private.flushes_denormals()
     finally:
+        torch.set_flush_denormal(False)
         torch._C._set_mkldnn_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill

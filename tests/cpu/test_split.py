@@ -21,7 +21,7 @@ from lowtide.graph import Graph
 from lowtide.kernels.probe import Behaviour, Grows, Operand, Seen, Source, Trial, behaviour
 from lowtide.plan import keep_everything
 from lowtide.plan import least as least_plan
-from lowtide.resized import Resized, examples_of, resized
+from lowtide.resized import Resized, resizable, resized
 from lowtide.rewrite import EXACT, apply, named, with_narrow
 from lowtide.rewrite.parts import spans
 
@@ -90,12 +90,11 @@ def rewritten(recipe: Recipe, name: str, setting: Any) -> tuple[Any, Graph]:
     """A step as it is captured, and its graph after a pass and all exact ones."""
     step, model, example = recipe
     captured = lowtide.capture(step, model, None, example)
-    count = examples_of(example)
-    assert count is not None
-    at = cache(lambda size: lowtide.capture(step, model, None, resized(example, size)).graph)
+    sizes = resizable(captured.graph, example, lambda batch: lowtide.capture(step, model, None, batch).graph)
     one = named(name)
     assert one is not None
-    return captured, apply(captured.graph, (*EXACT, one.by(setting)), Resized(captured.graph, count, at)).graph
+    assert sizes is not None
+    return captured, apply(captured.graph, (*EXACT, one.by(setting)), sizes).graph
 
 
 def in_parts(recipe: Recipe, name: str, setting: Any) -> Run:
@@ -168,6 +167,22 @@ def test_chunked_losses(name: str) -> None:
             .replace("target_vocabulary=48", "target_vocabulary=400")
         )
         assert_same_gradients(built(wide), "chunked-loss", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("gpt", 1), ("gpt", 2), ("bert", 1), ("bert", 2), ("dynamicconv", 1), ("dynamicconv", 2), ("hf-gpt2", 1)],
+)
+def test_losses_are_chunked_along_tokens_where_examples_run_out(name: str, batch: int) -> None:
+    """The logits of one example are never whole: in three parts there are never two thirds of them at once."""
+    if name not in models.SMALL:
+        return
+    target = small(name, batch).replace("vocabulary=64", "vocabulary=512").replace("vocabulary=48", "vocabulary=400")
+    found = assert_same_gradients(built(target), "chunked-loss", 3)
+    assert any("3 parts" in note for note in found.notes)
+    captured, graph = rewritten(built(target), "chunked-loss", 3)
+    whole = max(value.nbytes for value in captured.graph.values if value.kind == "activation")
+    assert max(value.nbytes for value in graph.values if value.kind == "activation") < whole * 2 / 3
 
 
 @pytest.mark.parametrize("name", ["unet", "wrn-28-2", "resnet", "densenet121", "gpt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from lowtide.rewrites import NOTHING, Allowed, read_allow
 from lowtide.trials import with_tried
 
 pytestmark = pytest.mark.skipif(not opaque.works(), reason="the library of convolutions has another layout here")
+measure = importlib.import_module("lowtide.measure")
 NAMES = tuple(one.name for one in TRIED)
 
 
@@ -215,3 +217,48 @@ def test_what_was_tried_with_other_settings_is_not_used(monkeypatch: pytest.Monk
             assert_same(everything(model, optimizer), everything(mirror, mirrored))
         finally:
             torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+
+
+def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.zeros(200_003)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _small_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = ((model.weight * x.mean()) * 1e-20).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_where_a_thread_makes_zeros_of_denormals_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's other threads do not, so it matters which of them works on which elements."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't")
+    torch.set_flush_denormal(False)
+    monkeypatch.setattr(trials, "_seconds", lambda graph, costs: 1e3 - sum(op.target in OURS for op in graph.ops))
+    (model, optimizer), (mirror, mirrored) = _tiny(), _tiny()
+    x, threads = torch.full((4,), 1e-20), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train = lowtide.fit(_small_step, mirror, mirrored, example=(x,), time_limit=0.2)
+        for flushes in (False, True, True, False):
+            torch.set_flush_denormal(flushes)
+            assert torch.equal(_small_step(model, optimizer, x), train(x))
+            assert_same(everything(model, optimizer), everything(mirror, mirrored))
+            assert not (flushes and any(one.tried for one in train.plan.rewrites))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+def test_what_was_tried_for_other_instructions_is_tried_again(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    before = measure._book(graph).path
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert measure._book(graph).path == before
+    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_CBWR"):
+        with monkeypatch.context() as told:
+            told.setenv(name, "AVX2")
+            assert measure._book(graph).path != before
