@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from lowtide import device
+from lowtide.batch.forward import forward_of
 from lowtide.batch.scale import Parts, Price, Progress, Scale
 from lowtide.budget import free_memory
 from lowtide.choice import Away, Effort, Leave, Offload, choose
@@ -33,7 +34,7 @@ from lowtide.rewrites import NOTHING, ROUNDING, Allowed, Rewrite
 from lowtide.simulate import simulate
 from lowtide.sizes import Size, Sizes, Way
 
-__all__ = ["Levers", "Parts", "batch_sizes"]
+__all__ = ["Levers", "Parts", "batch_sizes", "forward_of"]
 
 WARM_UPS = 6  # real steps ahead, which learn: the first ones are timed op by op
 STEPS = (3, 15)  # real steps whose median is compared with their ops: at least, and at most

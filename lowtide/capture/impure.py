@@ -98,10 +98,16 @@ class Calls:
     def __init__(self, is_user_file: Callable[[str], bool], note: Callable[[CaptureError], None]) -> None:
         self._is_user_file, self._note = is_user_file, note
 
-    def __call__(self, frame: FrameType, event: str, function: Any) -> None:
-        """As `sys.setprofile` wants it."""
-        if event == "c_call" and (name := _impure(function)) is not None:
-            self.refuse(frame, f"calls {name}, whose answer depends on what is outside of the step")
+    def _watch(self) -> Callable[[FrameType, str, Any], None]:
+        """As `sys.setprofile` wants it: a plain function, for it is called a hundred thousand times."""
+
+        def watch(frame: FrameType, event: str, function: Any) -> None:
+            if event == "c_call" and (function in CALLS or function.__name__ in METHODS):
+                name = _impure(function)
+                if name is not None:
+                    self.refuse(frame, f"calls {name}, whose answer depends on what is outside of the step")
+
+        return watch
 
     def refuse(self, frame: FrameType | None, does: str) -> None:
         """Raise where this frame, or the one that it does it for, is the user's."""
@@ -119,7 +125,7 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """A context in which they are."""
         before = sys.getprofile()
-        sys.setprofile(self)
+        sys.setprofile(self._watch())
         try:
             yield
         finally:

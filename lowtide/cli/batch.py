@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtide import report
-from lowtide.batch import Levers, Parts, batch_sizes
+from lowtide.batch import Levers, Parts, batch_sizes, forward_of
 from lowtide.budget import free_memory, read_budget
 from lowtide.choice import Leave
 from lowtide.cli.plan import Allow, FromCosts, OffloadBudget, OffloadDir, OffloadTo, Rounding, TimeLimit, read_offload
@@ -20,6 +20,7 @@ from lowtide.graph import Graph
 from lowtide.measure import measure, roofline, with_lanes
 from lowtide.rewrites import read_allow
 
+FORWARD = "Of forwards alone, as in inference: eval(), no gradients."
 BUDGET = "The most bytes that the whole step may hold: 2GiB, 800MB; nine tenths of what is free if left out."
 TIME_LIMIT = 2.0  # seconds of search for each size
 FREE = 0.9  # of the memory that is free
@@ -29,6 +30,7 @@ FREE = 0.9  # of the memory that is free
 def batch(
     target: Target,
     budget: Annotated[str | None, typer.Option(metavar="<bytes>", help=BUDGET, show_default=False)] = None,
+    forward: Annotated[bool, typer.Option("--forward", help=FORWARD)] = False,
     offload: OffloadTo = None,
     offload_budget: OffloadBudget = None,
     offload_dir: OffloadDir = None,
@@ -42,7 +44,12 @@ def batch(
     nbytes = _bytes(budget)
     asked = read_offload(offload, offload_budget, offload_dir)
     levers = Levers(asked, Leave(read_allow(allow, rounding)).allowed)
-    build(target)  # an error in it comes before all work
+
+    def make(count: int | None = None) -> Parts:
+        parts = Parts(*build(target, batch=count))
+        return forward_of(parts) if forward else parts
+
+    make()  # an error in it comes before all work
     with telling(f"building {target}") as tell:
 
         def price(graph: Graph) -> Costs:
@@ -53,7 +60,7 @@ def batch(
             return with_lanes(graph, measure(graph, progress=told, corrected=False), folder=offload_dir)
 
         found = batch_sizes(
-            lambda count: Parts(*build(target, batch=count)),
+            make,
             nbytes,
             price=price,
             time_limit=time_limit,
@@ -62,9 +69,9 @@ def batch(
             tell=tell,
         )
     if as_json:
-        show_json({"target": target, "costs": costs.value, **found.to_json()})
+        show_json({"target": target, "forward": forward, "costs": costs.value, **found.to_json()})
     else:
-        show(report.BatchReport(target, costs.value, found))
+        show(report.BatchReport(target, costs.value, found, forward=forward))
 
 
 def _bytes(budget: str | None) -> int:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -14,7 +15,7 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 from rich.progress_bar import ProgressBar
 
 from lowtide import report
-from lowtide.budget import read_budget
+from lowtide.budget import LEAST, read_budget
 from lowtide.captured import Captured
 from lowtide.choice import Away, Effort, Leave, Offload, choose, given, judged
 from lowtide.cli.profile import (
@@ -31,6 +32,7 @@ from lowtide.cli.profile import (
 from lowtide.cli.talk import answering, show, show_json, show_text, spoken, talk, working
 from lowtide.costs import Costs
 from lowtide.errors import FileError, ProgramError, UsageError
+from lowtide.fit.lowest import lowest as lowest_of
 from lowtide.graph import Graph, Place
 from lowtide.plan import BEST, CLASSICS, METHODS, OFFLOAD, TIME_LIMIT
 from lowtide.plan.planning import Planning
@@ -119,6 +121,10 @@ def plan(
             return planning.within(nbytes, method, lowest, explain=effort.explain)
 
     away = asked.away(captured.graph.device)
+    if budget == LEAST and allowed and away is None and method == BEST and load is None:
+        with working("looking for the least peak"):
+            planner = partial(Planning, time_limit=time_limit, seed=seed)
+            budget = str(lowest_of(captured.graph, price, leave, planner))
     if load is not None:
         chosen = given(load, captured.graph, price, leave)
     else:

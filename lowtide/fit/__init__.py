@@ -309,8 +309,8 @@ def fit(
     - `example`: a batch, the arguments after the optimizer. Batches of other shapes are planned when they come, within
       the same budget.
     - `budget`: the peak of the whole step in bytes, "2GiB", or "50%": what persists between steps and half of what
-      eager's step adds to it; "least": as few bytes as can be planned, for each shape. Without one it is what is free
-      on the machine.
+      eager's step adds to it; "least": as few bytes as can be planned with all that is allowed, for each shape. Without
+      one it is what is free on the machine.
     - `plan`: in place of a budget, a plan of this step, or the file that it was saved to.
     - `time_limit`: seconds of planning at most; a step that takes little time is planned in less.
     - `tell`: is told, in one line each, what happens before the first step and when another batch is planned. Without

@@ -21,6 +21,7 @@ from lowtide.errors import BudgetError, CaptureError
 from lowtide.execute import REMEMBERED, Batch, Runner, execute
 from lowtide.fit.beside import added_by_eager
 from lowtide.fit.ladder import BETWEEN, SEARCHES, Ladder
+from lowtide.fit.lowest import lowest
 from lowtide.fit.ranks import Ranks, order, signature, sums
 from lowtide.fit.request import PlanFrom, Request
 from lowtide.fit.shards import as_first
@@ -98,6 +99,7 @@ class Maker:
         self._request, self._manner, self._ranks = request, manner, ranks
         self._ladder = Ladder()
         self._sources: list[Fit] = []  # steps whose plans were searched for; those of notches may never run
+        self._lowest: dict[str, Planning] = {}  # by graph, while one of the budget "least" is chosen
         self._estimates: dict[str, Costs] = {}  # of the graphs of known steps, by fingerprint
 
     def make(
@@ -174,16 +176,31 @@ class Maker:
         """What a search finds; `tried`: whether kernels of ours may stand for torch's."""
         self._ladder.searches += 1
         leave = self._leave(graph, batch, numbers, known)
-        return choose(
-            graph,
-            self._price,
-            self._search,
-            leave=leave if tried else leave.refusing_tried(),
-            away=self._request.places.away(graph.device, lasting=self._manner.lasting),
-            could=Away.nearest(graph.device, lasting=self._manner.lasting),
-            glance=partial(self._price, hurried=True),
-            say=self._request.say,
-        )
+        leave = leave if tried else leave.refusing_tried()
+        away = self._request.places.away(graph.device, lasting=self._manner.lasting)
+        if self._request.budget == LEAST and away is None:
+            self._request.say("looking for the least peak")
+            self.budget = max(self.budget or 0, lowest(graph, self._price, leave, self._least))
+        try:
+            return choose(
+                graph,
+                self._price,
+                self._search,
+                leave=leave,
+                away=away,
+                could=Away.nearest(graph.device, lasting=self._manner.lasting),
+                glance=partial(self._price, hurried=True),
+                say=self._request.say,
+            )
+        finally:
+            self._lowest.clear()
+
+    def _least(self, graph: Graph, costs: Costs) -> Planning:
+        """A graph whose plan with the least peak is asked for, and maybe more."""
+        key = graph.fingerprint
+        if key not in self._lowest:
+            self._lowest[key] = Planning(graph, costs, time_limit=self._request.time_limit)
+        return self._lowest[key]
 
     def _finish(self, captured: Captured, batch: tuple[Any, ...], chosen: Choice) -> Fit:
         chosen = chosen if self._ranks is not None and self._ranks.sharded else _overlapped(chosen)
@@ -391,14 +408,19 @@ class Maker:
 
     def _search(self, graph: Graph, costs: Costs, eager_peak: int, effort: Effort) -> Plan:
         most = max(SHORTEST, PAYS * sum(costs.seconds[: len(graph.ordinary)]))
-        planning, lowest = Planning(graph, costs, time_limit=min(effort.part * self._request.time_limit, most)), []
-        if self._request.budget == LEAST:  # of each shape: a later one may need more
-            lowest.append(planning.least())
-            self.budget = max(self.budget or 0, lowest[0].peak)
-        elif self.budget is None:
+        known = self._lowest.get(graph.fingerprint)
+        planning = known or Planning(graph, costs)
+        planning.time_limit = min(effort.part * self._request.time_limit, most)
+        least = []
+        if known is not None:
+            least.append(planning.least())
+        elif self._request.budget == LEAST and not self._lowest:  # of each shape: a later one may need more
+            least.append(planning.least())
+            self.budget = max(self.budget or 0, least[0].peak)
+        if self.budget is None:
             self.budget = self._read_budget(graph.device, costs.persistent(graph), eager_peak)
         self._request.say(f"planning within {report.show_bytes(self.budget)}")
-        return planning.within(self.budget, known=lowest, explain=effort.explain)
+        return planning.within(self.budget, known=least, explain=effort.explain)
 
     def _read_budget(self, device: str, persistent: int, eager_peak: int) -> int:
         """The budget in bytes, the same for batches of every shape: what was asked for, or most of what is free."""

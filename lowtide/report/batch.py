@@ -33,12 +33,13 @@ class BatchReport:
     target: str
     costs: str  # where they come from
     sizes: Sizes
+    forward: bool = False  # of forwards without gradients, not of training steps
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(10, min(options.max_width, WIDEST) - 70)
         yield Text(self.target, style="bold")
         yield Text(f"within {show_bytes(self.sizes.budget)} \u00b7 costs: {self.costs}", style="dim")
-        yield Text("\nThroughput against batch size", style="bold")
+        yield Text(f"\nThroughput{' of forwards' if self.forward else ''} against batch size", style="bold")
         titles = ["batch", "eager peak", "a second", "plan's peak", "a second", ""]
         yield Table("rrrrrl", list(self._rows(width)), titles, ("bold", "", "", "", "bold", ""), 2)
         yield Text("  eager in brackets does not fit; ~ follows from the sizes that were measured", style="dim")

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import lowtide
 from lowtide import batch as batching
 from lowtide import models
-from lowtide.batch import Levers, Parts, batch_sizes
+from lowtide.batch import Levers, Parts, batch_sizes, forward_of
 from lowtide.batch.scale import Scale
 from lowtide.choice import Away, Offload
 from lowtide.cli import app
@@ -107,6 +109,47 @@ def test_the_command_resizes_the_example_of_a_file(tmp_path: Path) -> None:
     assert data["knee"] in [point["batch"] for point in data["points"]]
     shown = CliRunner().invoke(app, call)
     assert f"Use a batch of {data['knee']}" in shown.stdout
+
+
+def test_forwards_alone_are_those_of_the_model_in_eval_with_what_the_step_calls_it_with(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(FILE)
+    call = ["batch", f"{path}:make", "--forward", "--budget", "60kB", "--costs", "roofline", "--time-limit", "0.1"]
+    ended = CliRunner().invoke(app, [*call, "--json"])
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(ended.stdout)
+    for size in data["points"]:
+        held = 4 * (8 * 32 + 32 + 32 * 4 + 4 + 8 * size["batch"])  # parameters and the batch
+        assert size["eager"]["peak"] == held + 2 * 4 * 32 * size["batch"], "a layer and its ReLU"
+        assert size["plan"]["peak"] < size["eager"]["peak"] or size["batch"] == 1
+    assert "Throughput of forwards against batch size" in CliRunner().invoke(app, call).stdout
+
+
+def test_a_forward_is_found_in_its_step_and_draws_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    seen = []
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        try:
+            return model(torch.rand_like(x) + x).sum()  # type: ignore[no-any-return]
+        finally:
+            seen.append(len(x))
+
+    before = torch.get_rng_state()
+    found = forward_of(Parts(step, model, None, (torch.ones(3, 4),)))
+    assert torch.equal(torch.get_rng_state(), before)
+    (given,), named = found.example
+    assert (seen, given.shape, named) == ([3], (3, 4), {})
+    out = found.step(found.model, found.optimizer, *found.example)
+    assert torch.equal(out, model[0](given))
+    assert not out.requires_grad
+    assert not model._forward_pre_hooks
+
+
+def test_a_step_that_never_calls_its_model_has_no_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="never calls the Sequential as a whole"):
+        forward_of(Parts(lambda model, optimizer, x: model[0](x), model, None, (torch.ones(3, 4),)))
 
 
 def test_a_budget_that_no_batch_fits_is_answered_as_plan_answers_it() -> None:

@@ -370,6 +370,20 @@ def test_a_budget_that_only_a_chunked_loss_fits(least: int, tmp_path: Path) -> N
         lowtide.fit(*models.build(WIDE)[:3], example=example, plan=tmp_path / "plan")
 
 
+def test_the_least_budget_is_the_least_with_all_that_is_allowed() -> None:
+    asked: dict[str, Any] = {"budget": "least", "costs": "roofline", "time_limit": 0.1}
+    step, model, optimizer, example = models.build(WIDE)
+    exact = lowtide.fit(step, model, optimizer, example=example, **asked)
+    step, model, optimizer, example = models.build(WIDE)
+    train = lowtide.fit(step, model, optimizer, example=example, **asked, allow="chunked-loss")
+    logits = max(value.nbytes for value in exact.captured.graph.values)
+    assert train.plan.budget == train.plan.peak < exact.plan.peak - logits
+    assert [one.name for one in train.plan.rewrites if one.exactness != "bitwise"] == ["chunked-loss"]
+    train(*example)
+    assert train.peak is not None
+    assert train.peak <= train.plan.peak
+
+
 def test_bits_stay_where_they_fit(least: int) -> None:
     step, model, optimizer, example = models.build(WIDE)
     train = lowtide.fit(step, model, optimizer, example=example, budget=4 * least, time_limit=0.3, allow="rounding")
