@@ -95,27 +95,24 @@ class Ledger {
   // Puts a block into an arena, at an offset that is free.
   void* take(Arena& arena, int64_t offset, int64_t nbytes) {
     make_room(nbytes, arena.adds(offset, nbytes));
-    const int64_t before = arena.held();
-    void* pointer = arena.take(offset, nbytes);
+    void* pointer = nullptr;
+    change(arena, [&] { pointer = arena.take(offset, nbytes); });
     live_ += nbytes;
-    level(arena.held() - before);
     return pointer;
   }
 
   void drop(Arena& arena, const void* pointer) {
-    const int64_t before = arena.held();
-    live_ -= arena.drop(pointer);
-    level(arena.held() - before);
+    change(arena, [&] { live_ -= arena.drop(pointer); });
     exhausted_ = false;
-    if (arena.unmap_if_done()) {
-      level(-arena.held());
-    }
+    unmap_if_done(arena);
   }
 
   // An arena that nobody will use again holds no more than the tensors that are in it.
   void left(Arena& arena) {
     arena.leave();
-    level(arena.unmap_if_done() ? -arena.held() : -arena.give(arena.nbytes));
+    if (!unmap_if_done(arena)) {
+      change(arena, [&] { arena.give(arena.nbytes); });
+    }
   }
 
   // Without arenas the program would add so many bytes to the tensors that are there.
@@ -198,15 +195,36 @@ class Ledger {
   // So many more steps run in an arena, if there is one.
   void runs(Arena* arena, int64_t more) {
     if (arena != nullptr) {
-      const int64_t before = arena->held();
-      arena->running += more;
-      level(arena->held() - before);
+      change(*arena, [&] { arena->running += more; });
     }
   }
 
-  // Tells all meters of memory that came or went.
+  bool unmap_if_done(Arena& arena) {
+    const bool done = arena.unmap_if_done();
+    if (done) {
+      held_ -= arena.held();
+      show(-arena.shown());
+    }
+    return done;
+  }
+
+  // Does something to an arena, and counts what it holds then.
+  template <typename Function>
+  void change(Arena& arena, const Function& function) {
+    const int64_t held = arena.held(), shown = arena.shown();
+    function();
+    held_ += arena.held() - held;
+    show(arena.shown() - shown);
+  }
+
+  // Memory came or went.
   void level(int64_t nbytes) {
     held_ += nbytes;
+    show(nbytes);
+  }
+
+  // Tells all meters.
+  void show(int64_t nbytes) {
     each_meter([nbytes](Meter& meter) {
       meter.current += nbytes;
       meter.peak = std::max(meter.peak, meter.current);
@@ -226,9 +244,7 @@ class Ledger {
     for (const bool empty : {true, false}) {
       Arena::find([&](Arena& arena) {
         if (arena.running == 0 && empty == (arena.used() == 0)) {
-          const int64_t given = arena.give(wanted);
-          level(-given);
-          wanted -= given;
+          change(arena, [&] { wanted -= arena.give(wanted); });
         }
         return wanted <= 0;
       });

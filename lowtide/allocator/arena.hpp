@@ -105,7 +105,7 @@ class Arena {
 
   // The bytes that a block at this offset would add to what is held.
   int64_t adds(int64_t offset, int64_t size) const {
-    return running > 0 ? pages_.missing(offset, offset + size) : size - pages_.spare(offset, offset + size);
+    return size - pages_.spare(offset, offset + size);
   }
 
   // Puts a block at an offset that is free.
@@ -151,10 +151,15 @@ class Arena {
     return true;
   }
 
-  // The bytes of its pages while a step runs in it, as the plan counts them. Else of its blocks, whose pages count for
-  // no more than those of a heap would, and of pages that it holds beside them.
+  // The bytes of its blocks, whose pages count for no more than those of a heap would, and of pages that it holds
+  // beside them.
   int64_t held() const {
-    return running > 0 ? pages_.held() : used_ + pages_.spare();
+    return used_ + pages_.spare();
+  }
+
+  // What meters are told: while a step runs in it, the bytes of all its pages, as the plan counts them.
+  int64_t shown() const {
+    return running > 0 ? pages_.held() : held();
   }
 
   int64_t blocks() const {
