@@ -116,7 +116,8 @@ class _Joining:
             behind = self.rectified.get(seen[1].value)
             if behind is not None and not behind.added:
                 made = tuple(None if value is None else Read(value) for value in behind.norm.outputs[1:])
-                if (*behind.norm.args[:2], *made) == (parts, weight, mean, scale):
+                same = (*behind.norm.args[:2], *made) == (parts, weight, mean, scale)
+                if same and self._is_there(behind.norm.args[2], index):
                     again, bias, result = True, behind.norm.args[2], None
         more: Arg = None
         adding = self._maker(gradient, ADDS)
@@ -194,6 +195,10 @@ class _Joining:
         if not isinstance(arg, Read) or arg.view is not None or not self._is_blocked(arg.value):
             return False
         return self.overwriters.get(arg.value, but) == but
+
+    def _is_there(self, arg: Arg, index: int) -> bool:
+        """Whether nothing has written over what is read, if anything is, when an op runs that did not read it."""
+        return not isinstance(arg, Read) or self.overwriters.get(arg.value, index + 1) > index
 
     def _is_blocked(self, value: int) -> bool:
         return self.graph.values[value].form == "blocked"

@@ -80,6 +80,27 @@ def test_a_batch_norm_takes_in_no_sum_with_what_waits_for_it(kind: str) -> None:
     assert_exact(_recipe(lambda: Shared(kind), 3, 3, 9, 8), steps=2, change=changed, program=as_eager)
 
 
+class Shrinking(nn.Module):
+    """A batch norm whose bias is another one by the time of its backward, which does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.norm(self.first(x)).relu()
+        self.norm.bias.data.mul_(0.9)
+        return self.norm(self.second(made)).relu() * made.mean()  # type: ignore[no-any-return]
+
+
+@needs_layout
+def test_a_batch_norm_is_made_again_only_while_its_bias_is_there() -> None:
+    def changed(graph: Graph) -> Graph:
+        return exactly(joined, exactly(blocked, graph))
+
+    assert_exact(_recipe(Shrinking, 3, 3, 9, 8), steps=2, change=changed, program=as_eager)
+
+
 class Heads(nn.Module):
     """Attention that draws, or writes, between its products, or whose products share what they read."""
 
