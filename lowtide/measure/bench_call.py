@@ -29,6 +29,7 @@ LEAST, MOST = 3, 10  # repetitions that count: those in which other processes ha
 PATIENCE = 0.4  # seconds after which those have to do in which others had them, the quickest of all
 CHILLS = 15  # repetitions of a call that does nearly nothing
 PAGE = 2**12  # bytes
+SCALAR = 0.3  # for a number that is known only when the step runs: products with it are rounded, unlike halves
 PLACED = 2**16  # bytes from which it matters in whose memory a tensor is
 
 
@@ -62,7 +63,7 @@ class Call:
 
     def _make(self, item: Any) -> Any:
         if item == "scalar":
-            return 0.5
+            return SCALAR
         if isinstance(item, dict):
             before = Call(item["from"])
             return before.results(before.run())[item["output"]]

@@ -20,9 +20,11 @@ from lowtide.costs import Costs
 from lowtide.errors import UsageError
 from lowtide.graph import Graph
 from lowtide.kernels import TRIED as OURS
+from lowtide.kernels import attention_products, opaque, products
 from lowtide.kernels import blocked as ops
-from lowtide.kernels import opaque
+from lowtide.kernels.tried import same_bits
 from lowtide.measure import roofline
+from lowtide.measure.trial import has_torch_bits
 from lowtide.rewrite import TRIED
 from lowtide.rewrites import NOTHING, Allowed, read_allow
 from lowtide.trials import with_tried
@@ -265,3 +267,28 @@ def test_what_was_tried_for_other_instructions_is_tried_again(monkeypatch: pytes
         with monkeypatch.context() as told:
             told.setenv(name, "AVX2")
             assert measure._book(graph).path != before
+
+
+@pytest.mark.parametrize("sizes", [(1024, 1, 1024), (48, 1, 48), (128, 192, 64)], ids=str)
+def test_a_trial_sees_what_a_sum_begins_with(sizes: tuple[int, int, int]) -> None:
+    """A sum of -0.0 alone is -0.0 only where it does not begin with zero: gradients of one example are such sums."""
+    rows, depth, columns = sizes
+    one, other = torch.full((rows, depth), -0.0), torch.ones(depth, columns)
+    equal = same_bits([products.product(one, other)], [products.by_torch(one, other)])
+    assert equal or not has_torch_bits(products.PRODUCT, [one, other])
+
+
+def test_a_trial_of_a_small_call_is_one_of_many_numbers() -> None:
+    """Of two scores, of which a mask hides one, the other has all the weight, and no product is rounded."""
+    (own,) = (one for one in attention_products.OWN if one.name == "quick_dropped_attention")
+    strides = ((8, 16, 1), (8, 1, 16), (8, 16, 1))
+    sizes = ((2, 2, 8), (2, 8, 2), (2, 2, 8))
+    given = [torch.zeros(32).as_strided(size, stride) for size, stride in zip(sizes, strides, strict=True)]
+    rest = (torch.zeros(2, 2), 2, [1.0, 1.0, 1.0, 1.0], 0.0, [False, False, False], False, 0.7, 2)
+    if has_torch_bits(own.target, [*given, *rest]):
+        for _ in range(20):
+            given = [torch.randn(32).as_strided(one.shape, one.stride()) for one in given]
+            state = torch.get_rng_state()
+            mine = own.kernel(*given, *rest)
+            torch.set_rng_state(state)
+            assert same_bits(mine, own.reference(*given, *rest))
