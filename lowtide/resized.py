@@ -58,7 +58,8 @@ def _capture_shorter(
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     """The sizes of a tensor or an array; an object of another kind has none, whatever it answers."""
-    return getattr(leaf, "shape", ()) if tree.is_leaf(type(leaf)) else ()
+    kind: Any = type(leaf)
+    return getattr(leaf, "shape", ()) if tree.is_leaf(kind) else ()
 
 
 def examples_of(batch: tuple[Any, ...]) -> int | None:
