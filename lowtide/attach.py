@@ -167,6 +167,7 @@ class Attached:
             if key != "forward":
                 self.model.__dict__.pop(key, None)
         self._loops.clear()
+        self.evaluation.forget()
         self._latest = None
 
     def _put(self) -> None:

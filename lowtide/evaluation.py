@@ -69,6 +69,10 @@ class Evaluation:
         ):
             return fitted(args, kwargs)
 
+    def forget(self) -> None:
+        """Let go of all plans."""
+        self._known.clear()
+
     def _surely(self, size: int, budget: int) -> bool:
         """Whether eager's forward fits for sure: what a forward holds grows with the square of its batch at most."""
         if self._fits is None:

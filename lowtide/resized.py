@@ -35,7 +35,7 @@ def resizable(graph: Graph, batch: tuple[Any, ...], capture: Callable[[tuple[Any
 
 def _shorter(graph: Graph, batch: tuple[Any, ...], capture: Callable[[tuple[Any, ...]], Graph]) -> tuple[Resized, ...]:
     """The step with shorter rows of tokens: those of each length, and those that are read from the second token on."""
-    tensors = [leaf for leaf in tree.flatten(batch)[0] if len(getattr(leaf, "shape", ())) > 1]
+    tensors = [leaf for leaf in tree.flatten(batch)[0] if len(_shape(leaf)) > 1]
     tokens = [leaf for leaf in tensors if not leaf.is_floating_point() and leaf.shape[1] > 2]
     lengths = dict.fromkeys(leaf.shape[1] for leaf in tokens)
     return tuple(
@@ -51,25 +51,28 @@ def _capture_shorter(
     """The step whose rows of this length have so many tokens, besides those that are only read or only told."""
     leaves, structure = tree.flatten(batch)
     shorter = [
-        _places(leaf, size + more, 1) if len(getattr(leaf, "shape", ())) > 1 and leaf.shape[1] == length else leaf
-        for leaf in leaves
+        _places(leaf, size + more, 1) if len(_shape(leaf)) > 1 and leaf.shape[1] == length else leaf for leaf in leaves
     ]
     return capture(tuple(structure.build(shorter)))
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """The sizes of a tensor or an array; an object of another kind has none, whatever it answers."""
+    kind: Any = type(leaf)
+    return getattr(leaf, "shape", ()) if tree.is_leaf(kind) else ()
 
 
 def examples_of(batch: tuple[Any, ...]) -> int | None:
     """How many examples a batch has: the first size that its tensors share; None where they do not."""
     leaves, _ = tree.flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if len(getattr(leaf, "shape", ()))}
+    sizes = {leaf.shape[0] for leaf in leaves if len(_shape(leaf))}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(batch: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     """A batch of so many examples: the first of these, over and over where there are fewer."""
     leaves, structure = tree.flatten(batch)
-    return tuple(
-        structure.build([_places(leaf, size, 0) if len(getattr(leaf, "shape", ())) else leaf for leaf in leaves])
-    )
+    return tuple(structure.build([_places(leaf, size, 0) if len(_shape(leaf)) else leaf for leaf in leaves]))
 
 
 def _places(leaf: Any, size: int, dim: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,13 +17,13 @@ Path = tuple[str | int, ...]
 class Tree:
     """The shape of a tree: what it takes to rebuild the object from its leaves."""
 
-    form: Literal["leaf", "sequence", "mapping", "dataclass", "object"]
+    form: Literal["leaf", "sequence", "mapping", "dataclass", "object", "attributed"]
     type: type = object
     keys: tuple[Any, ...] = ()
     children: tuple[Tree, ...] = ()
     template: Any = dataclasses.field(
         default=None, compare=False, repr=False
-    )  # an empty mapping, or an object, to copy
+    )  # an empty mapping, or an object, to copy; None for a mapping: it is made of a dict
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -49,13 +50,19 @@ class Tree:
             return next(leaves)
         parts = [child._take(leaves) for child in self.children]
         if self.form == "dataclass":
-            return self.type(**dict(zip(self.keys, parts, strict=True)))
+            return _dataclass_of(self.type, dict(zip(self.keys, parts, strict=True)))
+        if self.form == "attributed":
+            made, *attributes = parts
+            made.__dict__.update(zip(self.keys[1:], attributes, strict=True))
+            return made
         if self.form == "object":
             made = copy.copy(self.template)
             made.__dict__.update(zip(self.keys, parts, strict=True))
             return made
+        if self.form == "mapping" and self.template is None:
+            return self.type(dict(zip(self.keys, parts, strict=True)))
         if self.form == "mapping":
-            made = copy.copy(self.template)
+            made = _like(self.template)
             for key, part in zip(self.keys, parts, strict=True):
                 made[key] = part
             return made
@@ -82,7 +89,7 @@ def flatten(thing: Any) -> tuple[list[Any], Tree]:
 
 def _flatten(thing: Any, leaves: list[Any]) -> Tree:
     kind: Any = type(thing)
-    if _is_leaf(kind):
+    if is_leaf(kind):
         leaves.append(thing)
         return LEAF
     if kind is tuple or kind is list:
@@ -90,28 +97,93 @@ def _flatten(thing: Any, leaves: list[Any]) -> Tree:
         plain = children.count(LEAF) == len(children)
         return _of_leaves(kind, len(children)) if plain else _sequence(kind, children)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        keys: tuple[Any, ...] = tuple(field.name for field in dataclasses.fields(thing) if field.init)
-        children = tuple(_flatten(getattr(thing, key), leaves) for key in keys)
-        return Tree("dataclass", type(thing), keys, children)
+        return _of_dataclass(thing, leaves)
     if isinstance(thing, Mapping):
-        keys = tuple(thing)
-        children = tuple(_flatten(thing[key], leaves) for key in keys)
-        template = copy.copy(thing)
-        for key in keys:
-            del template[key]  # type: ignore[attr-defined]
-        return Tree("mapping", type(thing), keys, children, template)
+        return _of_mapping(thing, leaves)
     if isinstance(thing, (tuple, list)):
-        return _sequence(kind, tuple(_flatten(part, leaves) for part in thing))
+        return _attributed(thing, _sequence(kind, tuple(_flatten(part, leaves) for part in thing)), leaves)
     if _around_tensors(thing):
-        keys = tuple(vars(thing))
-        children = tuple(_flatten(vars(thing)[key], leaves) for key in keys)
-        return Tree("object", type(thing), keys, children, thing)
+        return _of_object(thing, leaves)
     leaves.append(thing)
     return LEAF
 
 
+def _of_dataclass(thing: Any, leaves: list[Any]) -> Tree:
+    """With all that it has, given or not, unless its class makes its objects in a way of its own."""
+    kind: Any = type(thing)
+    fields = dataclasses.fields(thing)
+    keys = [field.name for field in fields if field.init or (_made_plainly(kind) and hasattr(thing, field.name))]
+    if _made_plainly(kind):
+        keys = [*dict.fromkeys([*keys, *getattr(thing, "__dict__", ())])]
+    children = tuple(_flatten(getattr(thing, key), leaves) for key in keys)
+    return Tree("dataclass", kind, tuple(keys), children)
+
+
+def _dataclass_of(kind: Any, parts: dict[str, Any]) -> Any:
+    """What was done when the original was made is done: `__post_init__` is not run again."""
+    if not _made_plainly(kind):
+        return kind(**parts)
+    made = object.__new__(kind)
+    for key, part in parts.items():
+        object.__setattr__(made, key, part)  # frozen ones, too
+    return made
+
+
 @functools.lru_cache(maxsize=1024)
-def _is_leaf(kind: type) -> bool:
+def _made_plainly(kind: Any) -> bool:
+    return kind.__new__ is object.__new__ and not issubclass(kind, Mapping)
+
+
+def _of_mapping(thing: Any, leaves: list[Any]) -> Tree:
+    """A mapping that is no dict has its items among its attributes, or can be made of a dict."""
+    is_dict = isinstance(thing, (dict, UserDict))
+    if not is_dict and getattr(thing, "__dict__", None):
+        return _of_object(thing, leaves)
+    keys = tuple(thing)
+    children = tuple(_flatten(thing[key], leaves) for key in keys)
+    if not is_dict:
+        return Tree("mapping", type(thing), keys, children)
+    template = _like(thing)
+    for key in keys:
+        del template[key]
+    return _attributed(thing, Tree("mapping", type(thing), keys, children, template), leaves)
+
+
+def _like(thing: Any) -> Any:
+    """A copy; a dict whose attributes are its items stays one."""
+    made = copy.copy(thing)
+    if getattr(thing, "__dict__", None) is thing:
+        made.__dict__ = made
+    return made
+
+
+def _attributed(thing: Any, items: Tree, leaves: list[Any]) -> Tree:
+    """A container with the attributes that the caller has given it: tensors and what has a content to be compared."""
+    attributes = getattr(thing, "__dict__", None)
+    if not attributes or attributes is thing:
+        return items
+    inside = "data" if isinstance(thing, UserDict) else None
+    names = tuple(name for name, part in attributes.items() if name != inside and _plain(part))
+    if not names:
+        return items
+    children = tuple(_flatten(attributes[name], leaves) for name in names)
+    return Tree("attributed", type(thing), ("items", *names), (items, *children))
+
+
+def _plain(thing: Any) -> bool:
+    """Whether all that is in it are leaves by their class, as tensors and numbers are."""
+    kinds: list[Any] = [type(leaf) for leaf in flatten(thing)[0]]
+    return all(map(is_leaf, kinds))
+
+
+def _of_object(thing: Any, leaves: list[Any]) -> Tree:
+    keys = tuple(vars(thing))
+    children = tuple(_flatten(vars(thing)[key], leaves) for key in keys)
+    return Tree("object", type(thing), keys, children, thing)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_leaf(kind: type) -> bool:
     """Whether objects of this class are leaves, whatever is in them: tensors, numbers and text, above all."""
     if dataclasses.is_dataclass(kind) or issubclass(kind, (Mapping, tuple, list)):
         return False

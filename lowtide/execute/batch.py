@@ -49,7 +49,10 @@ def _known(leaf: Any) -> Any:
             return leaf.shape, leaf.dtype, leaf.device, stride, leaf.requires_grad
         except RuntimeError:  # a sparse or nested one has none; whether it can be taken is for others to say
             return type(leaf)
-    return (type(leaf), leaf) if type(leaf) in PLAIN else type(leaf)
+    kind = type(leaf)
+    if kind is float or kind is complex:
+        return kind, leaf, repr(leaf)  # 0.0 equals -0.0, and makes other numbers
+    return (kind, leaf) if kind in PLAIN else kind
 
 
 def _known_of(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from lowtide import private
 from lowtide.captured import Captured, Computed, Slot, TensorSpec
 from lowtide.errors import BatchError
+from lowtide.execute.apart import Apart
 from lowtide.execute.batch import Batch, is_settled, key_of
 from lowtide.execute.effects import repeat
 from lowtide.execute.stale import StaleError
@@ -54,7 +55,7 @@ class Binding:
         self.drawn: list[Any] = []
         self.told = False  # the step's effects and new buffers are there before its end
         self.slots, self.states, self.wholes = Slots(captured), States(captured, settle), Wholes(captured)
-        self.optimizers = captured.optimizers
+        self.apart, self.optimizers = Apart(graph), captured.optimizers
         self.options: _Options | None = None  # as they were when they were last looked at
         self.leaf_kinds = [_kind(leaf) for leaf in captured.batch_leaves]
         self.comparisons = [one for one in captured.guards.comparisons if not one.draws]
@@ -113,6 +114,7 @@ class Binding:
         self.states.put(found)
         self.wholes.put(found)
         self.fill(found, leaves)
+        self.apart.check(found, self.held)
         return found
 
     def hold(self) -> list[Any]:
@@ -330,7 +332,7 @@ def _alike(expected: Any, leaf: Any) -> bool:
     """Whether something in the batch that is no tensor may stand for what the step was captured with."""
     if same(expected, leaf):
         return True
-    if type(leaf) is not type(expected) or isinstance(leaf, numpy.ndarray):
+    if type(leaf) is not type(expected) or isinstance(leaf, numpy.ndarray | float | complex):
         return False
     inside = [
         getattr(one, "__dict__", {}) for one in (expected, leaf)

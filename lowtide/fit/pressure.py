@@ -80,7 +80,8 @@ class Pressure:
             warnings.warn(text, LowtideWarning, stacklevel=4)  # as far as whoever called the fitted step
             return
         costs = _corrected(self.fit.costs, self._maker.temporaries(self.fit))
-        aim = limit if costs != self.fit.costs else self.fit.plan.peak - (most - limit)
+        least = costs.persistent(self.fit.runner.captured.graph)
+        aim = limit if costs != self.fit.costs else max(least, self.fit.plan.peak - (most - limit))
         if (why := self._plan_anew(aim, costs)) is not None:
             self.limit = None
             warnings.warn(f"{what}, and no tighter plan fits: {why}", LowtideWarning, stacklevel=4)

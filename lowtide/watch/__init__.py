@@ -125,7 +125,9 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
             return (one == other and math.copysign(1, one) == math.copysign(1, other)) or (
                 one != one and other != other
             )
-        case bool() | int() | complex() | str() | bytes() | torch.dtype() | torch.device() | range() | slice():
+        case complex():
+            return repr(one) == repr(other)
+        case bool() | int() | str() | bytes() | torch.dtype() | torch.device() | range() | slice():
             return bool(one == other)
         case MethodType():
             return one.__self__ is other.__self__ and one.__func__ is other.__func__
