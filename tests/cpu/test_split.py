@@ -295,6 +295,27 @@ def test_steps_that_couple_examples_are_refused(step: Callable[..., Tensor]) -> 
     assert found.distance(eager((step, model, batch))) == 0
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda images, order: images.flip(0),
+        lambda images, order: images.roll(1, 0),
+        lambda images, order: images[order],
+    ],
+    ids=["flipped", "rolled", "permuted"],
+)
+def test_images_as_bytes_are_mixed_with_others_of_the_whole_batch(other: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 5))
+    batch = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8), torch.randperm(8)
+
+    def step(model: Any, _: None, images: Tensor, order: Tensor) -> Tensor:
+        mixed = torch.stack([one.to(model[1].weight.dtype) for one in (images, other(images, order))])
+        return backward(model(mixed.mean(0) / 255).log_softmax(-1).square().mean())
+
+    assert_same_gradients((step, model, batch), "microbatch", 3)
+
+
 def test_results_with_the_batch_in_them() -> None:
     """Results that carry the examples are put together; the loss is that of the whole batch."""
 
