@@ -263,6 +263,17 @@ def test_losses(name: str) -> None:
         assert_same_gradients(linear(LOSSES[name], *more), "microbatch", parts)
 
 
+@pytest.mark.parametrize(("layers", "dropout"), [(1, 0.0), (2, 0.2)])
+def test_recurrent_layers_that_turn_their_results_in_place(layers: int, dropout: float) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.RNN(6, 8, layers, batch_first=True, dropout=dropout), (torch.randn(8, 5, 6),)
+
+    def step(model: Any, _: None, inputs: Tensor) -> Tensor:
+        return backward(model(inputs)[0].flatten(0, 1).square().mean())
+
+    assert_same_gradients((step, model, batch), "microbatch", 3)
+
+
 def contrastive(model: Any, _: None, inputs: Tensor, others: Tensor) -> Tensor:
     near = F.normalize(model(inputs)) @ F.normalize(model(others)).t()
     return backward(F.cross_entropy(near / 0.1, torch.arange(len(near))))
