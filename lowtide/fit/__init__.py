@@ -19,7 +19,7 @@ from lowtide.execute.timings import Timings
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
-from lowtide.fit.moving import Moving
+from lowtide.fit.moving import Moving, every_of
 from lowtide.fit.plainly import Plainly
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
@@ -188,7 +188,7 @@ class Fitted:
         """Put back what `state_dict` returned, once a step has put model and optimizer into parts."""
         self._latest.runner.binding.wholes.settle()
         parts, steps = Moving.taken_apart(state)
-        forms.load_state(self._request.model, self._request.optimizer, parts)
+        forms.load_state(self._request.model, self._request.optimizer, parts, moved=bool(every_of(self.plan)))
         self._moving.steps = steps
 
     def give_back(self) -> None:
