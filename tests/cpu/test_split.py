@@ -228,6 +228,21 @@ def test_labels_that_do_not_count(weights: bool, ignored: list[int]) -> None:
     assert_same_gradients(labelled(weights=weights, ignored=ignored), "microbatch", 3)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_loss_that_is_split_apart_from_its_backward_divides_by_all_labels(weights: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 64)
+    model.register_buffer("weight_of", torch.rand(64) + 0.5 if weights else None)
+    labels = torch.randint(0, 64, (6, 9))
+    labels[0, :4] = -100
+
+    def step(model: Any, _: None, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(inputs).flatten(0, 1)
+        return backward(F.cross_entropy(logits, labels.flatten(), weight=model.weight_of))
+
+    assert_same_gradients((step, model, (torch.randn(6, 9, 4), labels)), "split", 0.125)
+
+
 def linear(loss: Callable[..., Tensor], *more: Tensor) -> Recipe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
