@@ -589,7 +589,8 @@ def test_settings_are_seen() -> None:
         assert private.precision()[0] == "high"
         assert not private.usual_arithmetic()
         torch.set_float32_matmul_precision(before[1][0])
-        for library in (torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
+        libraries: list[Any] = [torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+        for library in libraries:
             library.fp32_precision = "tf32"  # of torch's newer words for it, for which it has no older one
             assert not private.usual_arithmetic()
             library.fp32_precision = "none"
