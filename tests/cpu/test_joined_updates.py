@@ -150,6 +150,8 @@ def test_every_line_has_torchs_bits_with_any_number(threads: int) -> None:
         for name in chains.LINES[2:]:
             for count in COUNTS:
                 _assert_line(name, count, random.choice(NUMBERS), random.random() < 0.5)
+        for count in (*COUNTS, 65_537, 100_003):
+            _assert_line("lerp", count, 1.0, special=True)  # zero times the way: its sign is of zeros alone
     finally:
         torch.set_num_threads(before)
 
