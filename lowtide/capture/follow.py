@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -85,6 +86,7 @@ class Follower:
         self.attributes: dict[str, set[Use]] = {}  # attributes that lines of the user loaded
         self.cells: dict[str, set[Use]] = {}
         self.asked: set[str] = set()  # attributes that any code may have loaded
+        self.gotten: set[str] = set()  # attributes that `getattr` was asked for
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.imported: dict[str, ModuleType] = {}  # by lines of the step
         self.borrowed: dict[tuple[str, str], ModuleType] = {}  # data in modules of libraries that such lines import
@@ -108,6 +110,7 @@ class Follower:
 
         def noted(thing: Any, name: str, *default: Any) -> Any:
             self.asked.add(name)
+            self.gotten.add(name)
             return getattr_before(thing, name, *default)
 
         builtins.getattr = noted
@@ -249,11 +252,13 @@ def _from_user(frame: FrameType | None) -> bool:
 def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
     """A context in which user code can't take the contents of a real tensor, which others may change."""
     own = {name: torch.Tensor.__dict__.get(name) for name in CONTENTS}
+    thread = threading.get_ident()  # others go on beside it
 
     def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_user_file(frame.f_code.co_filename):
+            real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and threading.get_ident() == thread
+            if real and is_user_file(frame.f_code.co_filename):
                 source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
                 error = CaptureError(
                     f"{source}: the step takes the contents of a tensor out of torch, by {name}.",
