@@ -44,13 +44,13 @@ class Tree:
             for path in child.paths():
                 yield (key if isinstance(key, int) else str(key), *path)
 
-    def left_out(self) -> Iterator[tuple[type, str]]:
+    def left_out(self) -> Iterator[tuple[Any, str]]:
         """The attributes that are not among the leaves, with the class of what has them."""
         yield from ((self.type, name) for name in self.left)
         for child in self.children:
             yield from child.left_out()
 
-    def kinds(self) -> frozenset[type]:
+    def kinds(self) -> frozenset[Any]:
         """The classes of all that is around the leaves."""
         return frozenset((self.type,)).union(*[child.kinds() for child in self.children])
 

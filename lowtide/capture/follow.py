@@ -120,6 +120,7 @@ class Follower:
                 kept_away(self.calls),
                 environment_followed(is_user_file, self._read_variable, self.refusals.append),
                 _contents_kept(self.refusals.append),
+                _memory_kept(self.refusals.append),
                 self.calls.watched(),
             ):
                 yield
@@ -280,6 +281,39 @@ def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
                 delattr(torch.Tensor, name)
             else:
                 setattr(torch.Tensor, name, function)
+
+
+@contextlib.contextmanager
+def _memory_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
+    """A context in which no tensor is given the memory of another one, which no op says."""
+    own: Any = torch.Tensor.data
+    thread = threading.get_ident()  # others go on beside it
+
+    def refuse(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        if threading.get_ident() != thread:
+            own.__set__(tensor, data)
+            return
+        if private.storage_key(tensor) == private.storage_key(data) and _same_place(tensor, data):
+            return  # as of tensor.data += 1
+        error = CaptureError(
+            f"{user_line() or 'the step'}: the step puts another tensor in the place of a tensor's memory "
+            "(tensor.data = ...), which can't be followed.",
+            hint="write to it in place: tensor.data.copy_(...) instead of tensor.data = ...",
+        )
+        note(error)
+        raise error
+
+    torch.Tensor.data = property(own.__get__, refuse)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage are the same elements."""
+    shown = [(item.shape, item.dtype, item.stride(), item.storage_offset()) for item in (one, other)]
+    return shown[0] == shown[1]
 
 
 def _of_library(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -248,3 +249,42 @@ def test_a_batch_that_contains_itself_is_refused(kind: Any) -> None:
     batch.me = batch
     with pytest.raises(lowtide.UsageError, match=r"a \w+ contains itself"):
         lowtide.fit(step, nn.Linear(3, 4), None, example=(batch,), **QUICK)
+
+
+def test_memory_of_another_tensor_is_refused_and_its_own_is_not() -> None:
+    def own(model: nn.Module, _: None, x: Tensor) -> Tensor:
+        other = x * 2
+        other.data += 1
+        return model(other).sum()  # type: ignore[no-any-return]
+
+    def another(model: nn.Module, _: None, x: Tensor) -> Tensor:
+        other = x * 2
+        other.data = x + 1
+        return model(other).sum()  # type: ignore[no-any-return]
+
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    assert same(lowtide.fit(own, model, None, example=(x,), **QUICK)(x).detach(), own(model, None, x).detach())
+    with pytest.raises(lowtide.CaptureError, match=r"puts another tensor in the place of a tensor's memory"):
+        lowtide.fit(another, model, None, example=(x,), **QUICK)
+    assert "data" not in vars(Tensor)
+
+
+def test_models_of_several_threads_are_planned_one_after_another() -> None:
+    """A trace puts guards around what all threads call, and module hooks that all of them see."""
+    models = [nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3)) for _ in range(4)]
+    trained = []
+    batches = torch.randn(4, 5, 6)  # drawn here: all threads draw from one generator
+
+    def work(model: nn.Module) -> None:
+        attached = lowtide.attach(model, **QUICK)
+        for batch in batches:
+            model(batch).sum().backward()
+        trained.append(attached.calls)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [dict(calls) for calls in trained] == [{"by a plan": 4}] * 4
+    assert "numpy" not in vars(Tensor)
