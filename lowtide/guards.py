@@ -76,6 +76,8 @@ class Attributes:
 
     __slots__ = ("_thing",)
 
+    _thing: Any
+
     def __init__(self, thing: Any) -> None:
         object.__setattr__(self, "_thing", thing)
 
