@@ -303,7 +303,7 @@ def _memory_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
         note(error)
         raise error
 
-    torch.Tensor.data = property(own.__get__, refuse)  # type: ignore[method-assign, assignment]
+    torch.Tensor.data = property(own.__get__, refuse)  # type: ignore[assignment]
     try:
         yield
     finally:
