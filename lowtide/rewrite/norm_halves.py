@@ -6,25 +6,52 @@ statistics are those of the whole batch, added up in double precision: what diff
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 
 from lowtide.graph import Graph, Op, Read
 from lowtide.kernels.norm_halves import APPLY, SPREAD, STATISTICS, TERMS
+from lowtide.resized import Resized
+from lowtide.rewrite.merge import merged
 from lowtide.rewrite.statistics import BIAS, EPSILON, INPUT, WEIGHT, Writer, trains
 
 THREE = 3  # large tensors that torch's backward needs: two gradients, and the input
 
 
-def norm_halves(graph: Graph, least: float) -> Graph:
-    """The graph whose training batch norms are in halves, where that can be, of values of so many bytes together."""
-    if not graph.ops:
-        return graph
-    batches = {graph.values[op.makes[0]].shape[0] for op in graph.ops if trains(op)}
-    writer = Writer(graph, max(batches, default=1), 1.0)
+def large_norms(graph: Graph, least: float) -> frozenset[str]:
+    """The names of training batch norms that can be in halves, of values of so many bytes together."""
+    writer = _writer(graph)
+    return frozenset(graph.ops[index].name for index in graph.ordinary if _may(writer, index, least))
+
+
+def norm_halves(graph: Graph, names: Collection[str]) -> Graph:
+    """The graph with the batch norms of these names in halves, where that can be."""
+    writer = _writer(graph)
     for index in graph.ordinary:
-        if trains(graph.ops[index]) and _is_large(graph, index, least) and writer.may(index):
+        if graph.ops[index].name in names and _may(writer, index, 0):
             _write(writer, index)
     return writer.editor.reordered() if writer.done else graph
+
+
+def halved(resized: Resized, names: frozenset[str]) -> Resized:
+    """The step at other sizes with these batch norms in halves, too."""
+    key = f"in halves {' '.join(sorted(names))}"
+    if names and key not in resized.known:
+        at = cache(lambda size: norm_halves(merged(resized.at(size)), names))
+        resized.known[key] = replace(resized, graph=norm_halves(merged(resized.graph), names), at=at, known={})
+    found = resized.known[key] if names else resized
+    assert isinstance(found, Resized)
+    return found
+
+
+def _writer(graph: Graph) -> Writer:
+    batches = {graph.values[op.makes[0]].shape[0] for op in graph.ops if trains(op)}
+    return Writer(graph, max(batches, default=1), 1.0)
+
+
+def _may(writer: Writer, index: int, least: float) -> bool:
+    return trains(writer.graph.ops[index]) and _is_large(writer.graph, index, least) and writer.may(index)
 
 
 def _is_large(graph: Graph, index: int, least: float) -> bool:
