@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cache
 
 from lowtide.graph import Graph, Op, Read
 from lowtide.kernels.norm_halves import APPLY, SPREAD, STATISTICS, TERMS
-from lowtide.resized import Resized
-from lowtide.rewrite.merge import merged
 from lowtide.rewrite.statistics import BIAS, EPSILON, INPUT, WEIGHT, Writer, trains
 
 THREE = 3  # large tensors that torch's backward needs: two gradients, and the input
@@ -32,17 +29,6 @@ def norm_halves(graph: Graph, names: Collection[str]) -> Graph:
         if graph.ops[index].name in names and _may(writer, index, 0):
             _write(writer, index)
     return writer.editor.reordered() if writer.done else graph
-
-
-def halved(resized: Resized, names: frozenset[str]) -> Resized:
-    """The step at other sizes with these batch norms in halves, too."""
-    key = f"in halves {' '.join(sorted(names))}"
-    if names and key not in resized.known:
-        at = cache(lambda size: norm_halves(merged(resized.at(size)), names))
-        resized.known[key] = replace(resized, graph=norm_halves(merged(resized.graph), names), at=at, known={})
-    found = resized.known[key] if names else resized
-    assert isinstance(found, Resized)
-    return found
 
 
 def _writer(graph: Graph) -> Writer:

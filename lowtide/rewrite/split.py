@@ -8,6 +8,7 @@ and that of what it read are made one after the other, and need no third tensor 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from lowtide.aten import SEPARABLE
 from lowtide.errors import UsageError
@@ -17,8 +18,10 @@ from lowtide.resized import Resized
 from lowtide.rewrite.again import made_again
 from lowtide.rewrite.axis import PIECE, Axis, Coupled, axis_of
 from lowtide.rewrite.editor import Editor
-from lowtide.rewrite.norm_halves import halved, large_norms, norm_halves
+from lowtide.rewrite.merge import merged
+from lowtide.rewrite.norm_halves import large_norms, norm_halves
 from lowtide.rewrite.parts import split as in_parts
+from lowtide.rewrite.pieces import in_pieces, large_wholes
 from lowtide.rewrite.region import Refusal, region, splittable
 from lowtide.rewrites import Setting
 
@@ -47,8 +50,9 @@ def large_ops(graph: Graph, told: object, resized: Resized) -> Graph:
     share, again = read_setting(told)
     limit = share * _most(graph)
     whole = _separated(graph, limit)
-    norms = large_norms(whole, limit := share * _most(whole))
-    ready, sizes = norm_halves(whole, norms), halved(resized, norms)
+    limit = share * _most(whole)
+    names = large_norms(whole, limit), large_wholes(whole, limit) if again else frozenset()
+    ready, sizes = _divided(whole, *names), _alike(resized, *names)
     try:
         axis = axis_of(ready, sizes)
         if again:
@@ -65,6 +69,23 @@ def large_ops(graph: Graph, told: object, resized: Resized) -> Graph:
 def shares(graph: Graph, resized: Resized) -> list[Setting]:
     """From which size on ops may be split."""
     return list(RUNGS) if resized.examples > 1 else []
+
+
+def _divided(graph: Graph, norms: frozenset[str], wholes: frozenset[str]) -> Graph:
+    """The graph with these batch norms in halves, and the results of these ops in pieces."""
+    return norm_halves(in_pieces(graph, wholes), norms)
+
+
+def _alike(resized: Resized, norms: frozenset[str], wholes: frozenset[str]) -> Resized:
+    """The step at other sizes, divided in the same way."""
+    key = f"halves of {' '.join(sorted(norms))}, pieces of {' '.join(sorted(wholes))}"
+    if key not in resized.known:
+        at = cache(lambda size: _divided(merged(resized.at(size)), norms, wholes))
+        divided = _divided(merged(resized.graph), norms, wholes)
+        resized.known[key] = replace(resized, graph=divided, at=at, known={})
+    found = resized.known[key]
+    assert isinstance(found, Resized)
+    return found
 
 
 def _most(graph: Graph) -> int:
