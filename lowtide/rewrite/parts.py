@@ -125,12 +125,13 @@ class _Writer:
         }
         self.parts |= {new: one for (new, _), (one, _) in zip(item.updates, updates, strict=True)}
         if op in self.region.labelled:
-            self.weighed(op)
+            self.weighed(op, last=last)
         self.hand_over(op, span, last=last)
 
     def made(self, value: int) -> int:
         """A new value for a result in this part; what is the same in all of them is that of the first for others."""
-        if self.region.roles.get(value) == "same" and not self.number:
+        of_labels = self.graph.maker[value] in self.region.labelled  # of those of the part alone
+        if self.region.roles.get(value) == "same" and not self.number and not of_labels:
             return value
         return self.editor.value(self.editor.values[value])
 
@@ -284,14 +285,16 @@ class _Writer:
         weighed = self.simple(op, "mul.Tensor", (Read(each), Read(counts)), seen, early=True)
         return self.simple(op, "sum.default", (Read(weighed),), seen, kwargs=dtype, early=True)
 
-    def weighed(self, op: int) -> None:
-        """Divide the loss of a part by what all labels weigh; that is what the backward divides by, too."""
+    def weighed(self, op: int, *, last: bool) -> None:
+        """Divide the loss of a part by what all labels weigh; that is what the backward divides by, here or outside."""
         loss, total = self.graph.ops[op].outputs
         assert loss is not None
         args = (Read(self.parts[loss]), Read(self.totals[op]))
         self.parts[loss] = self.simple(op, "div.Tensor", args, self.graph.values[loss])
         if total is not None:
             self.parts[total] = self.totals[op]
+            if last and self.wanted(total):
+                self.call(op, "clone.default", (Read(self.totals[op]),), total)
 
     def simple(
         self,
