@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lowtide import allocator, ending, files
+from lowtide.allocator.arena import POOL
 from lowtide.kernels import own
 from lowtide.watch import quick, tensors
 
@@ -40,6 +41,14 @@ def libraries() -> None:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine commands say in lines what takes long; tests that look at what is said are not about that."""
     monkeypatch.setattr("lowtide.progress.SILENCE", 1e6)
+
+
+@pytest.fixture(autouse=True)
+def unlocked() -> Iterator[None]:
+    """What a trace raises between the body of a `with` and its end, where no signal can, leaves a lock taken."""
+    yield
+    while POOL._lock._is_owned():  # type: ignore[attr-defined]
+        POOL._lock.release()
 
 
 @pytest.fixture(scope="session")

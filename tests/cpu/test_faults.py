@@ -34,14 +34,6 @@ TIMES, MORE_TIMES = 10, 100
 SECONDS = 1800
 
 
-@pytest.fixture(autouse=True)
-def unlocked() -> Iterator[None]:
-    """What a trace raises between the body of a `with` and its end, where no signal can, leaves a lock taken."""
-    yield
-    while POOL._lock._is_owned():  # type: ignore[attr-defined]
-        POOL._lock.release()
-
-
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++")
