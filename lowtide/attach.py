@@ -26,14 +26,15 @@ from lowtide.errors import BudgetError, CaptureError, UsageError
 from lowtide.evaluation import Evaluation, budget_of
 from lowtide.fit import CostsFrom, Fitted, PlanFrom, Request, Tell
 from lowtide.guards import MISSING
-from lowtide.handover import Autocast, Loop, made_among, sources_of, warn_of_copy
-from lowtide.parts import Parts, Piece
+from lowtide.handover import Autocast, Loop, given_to, made_among, sources_of, warn_of_copy
+from lowtide.parts import Idle, Parts, Piece
 from lowtide.plan import TIME_LIMIT
 from lowtide.wrap import Wrapped
 
 MARK = "_lowtide"  # the name under which a model has what runs it
 EVALUATION = ("in eval()", "without gradients")
 BY_PARTS = "by its parts"
+GREW = 2  # times the bytes of an idle part's arguments: it is tried again
 Fallback = Literal["modules"]
 KEYS = (MARK, "forward", "__deepcopy__", "__reduce_ex__")  # what an attached model has in its own __dict__
 
@@ -116,6 +117,7 @@ class Attached:
         self._part = part  # of a model that can't be captured as a whole, which this is
         self.parts = Parts(request, _attach_part) if fallback else None  # of this model
         self._opened = False  # it runs as ever, and what can be planned are parts of it
+        self._idle: int | None = None  # bytes of arguments for which a plan could do nothing
         self._put()
 
     @property
@@ -143,7 +145,7 @@ class Attached:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model makes of these arguments, by a plan unless there is a reason to step aside."""
         reason = self._aside(args, kwargs)
-        if reason is None and not self._opened:
+        if reason is None and (not self._opened or self._grew(args, kwargs)):
             try:
                 result = self._in_its_share(args, kwargs)
             except CaptureError as error:
@@ -151,8 +153,10 @@ class Attached:
                 if parts is None:
                     raise
                 self._opened = True
+                self._idle = _nbytes(args, kwargs) if isinstance(error, Idle) else None
                 parts.open(self.model, error)
             else:
+                self._opened, self._idle = False, None
                 self.calls["by a plan"] += 1
                 return result
         if reason in EVALUATION:
@@ -162,6 +166,10 @@ class Attached:
         if reason is None and self.parts is not None:
             return self._by_parts(self.parts, args, kwargs)
         return self._forward(*args, **kwargs)
+
+    def _grew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a plan could do nothing for it, and this batch is so much larger that it might now."""
+        return self._idle is not None and _nbytes(args, kwargs) > GREW * self._idle
 
     def _in_its_share(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same for a part; where a percentage of it is too little, by its least plan."""
@@ -270,6 +278,10 @@ class Attached:
             if isinstance(found, str) or len(found) < 3 or found[2] is not model.__dict__:
                 return found
             return *found[:2], dict(found[2]), *found[3:]
+
+
+def _nbytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return sum(int(one.nbytes) for one in given_to(args, kwargs))
 
 
 def _attach_part(request: Request, piece: Piece) -> Attached:

@@ -8,6 +8,7 @@ bytes are divided once all parts of a forward are known: until then each holds t
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ class Idle(CaptureError):
 
 class Attached(Protocol):
     """What stands before the forward of the model, or of a part of it."""
+
+    calls: Counter[str]  # how many went which way
 
     @property
     def fitted(self) -> Fitted | None:
@@ -150,7 +153,10 @@ class Parts:
         while missed := [piece for piece in self.pieces.values() if not piece.called and piece.name not in self.plain]:
             for piece in missed:
                 piece.called = True
-                self.open(piece.module, CaptureError("its own forward was not called."))
+                if piece.attached.calls:
+                    self.plain[piece.name] = f"it was called {' and '.join(piece.attached.calls)} only."
+                else:
+                    self.open(piece.module, CaptureError("its own forward was not called."))
         self._settle()
         return result
 
@@ -262,7 +268,7 @@ def _some(lines: Collection[str]) -> list[str]:
 def _below(module: nn.Module) -> Iterator[nn.Module]:
     """The modules in this one, and those in containers that are never called themselves."""
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if getattr(type(child), "forward", None) is nn.Module.forward:
             yield from _below(child)
         else:
             yield child
