@@ -128,8 +128,15 @@ class Attached:
     @property
     def outstanding(self) -> tuple[int, int]:
         """How many forwards wait for their backward, and the bytes that they hold together."""
+        if self._opened and self.parts is not None:
+            return self.parts.outstanding
         found = [loop.outstanding for loop in self._loops.values()]
         return sum(count for count, _ in found), sum(nbytes for _, nbytes in found)
+
+    @property
+    def held(self) -> int:
+        """The bytes that forwards hold now which wait for their backward."""
+        return sum(loop.held for loop in self._loops.values())
 
     @property
     def trains(self) -> bool:

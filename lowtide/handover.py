@@ -125,6 +125,11 @@ class Loop:
         more = (half.halves.runner.program.arena - one for half, one in zip(waiting, held, strict=True))
         return len(waiting), sum(held) + max(more, default=0)  # one at a time goes on, with all that its backward needs
 
+    @property
+    def held(self) -> int:
+        """The bytes that forwards hold now which wait for their backward."""
+        return sum(half.holds for half in self._begun if not half.done)
+
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
         if len(self._begun) <= self._said:

@@ -49,6 +49,14 @@ class Attached(Protocol):
     def fitted(self) -> Fitted | None:
         """What runs it; None: it has not been planned."""
 
+    @property
+    def outstanding(self) -> tuple[int, int]:
+        """How many of its forwards wait for their backward, and the bytes that they need."""
+
+    @property
+    def held(self) -> int:
+        """The bytes that these hold now."""
+
     def begin_again(self, request: Request) -> None:
         """Be planned anew at the next call."""
 
@@ -108,6 +116,7 @@ class Parts:
         self._new = False  # a part has run for the first time
         self._shared: frozenset[int] = frozenset()  # the parts among which the budget is divided
         self._beside = 0  # bytes that the rest of a forward keeps, metered
+        self._said = 0  # bytes that forwards held together when it was said that they are too many
 
     @property
     def planned(self) -> dict[str, Fitted]:
@@ -139,8 +148,20 @@ class Parts:
             piece.called = self._new = True
             self.plain.pop(piece.name, None)  # it was missed, and comes later
 
+    @property
+    def outstanding(self) -> tuple[int, int]:
+        """How many forwards wait for their backward, by the part of which there are most; the bytes that all hold."""
+        found = [piece.attached for piece in self.pieces.values()]
+        return max((one.outstanding[0] for one in found), default=0), sum(one.held for one in found)
+
     def run(self, forward: Callable[[], Any]) -> Any:
         """One forward of the whole model."""
+        result = self._run(forward)
+        if self.together and self._request.budget != LEAST:
+            self._count()
+        return result
+
+    def _run(self, forward: Callable[[], Any]) -> Any:
         if not self._looks:
             result = forward()
             if self._new:
@@ -194,6 +215,20 @@ class Parts:
         if needed is not None and self._request.budget != LEAST:
             self._divide(planned, shares, needed)
         self._shared = frozenset(planned)
+
+    def _count(self) -> None:
+        """Say what forwards hold together that wait for their backward, where that is more than the budget."""
+        count, nbytes = self.outstanding
+        works = max(piece.least.works for piece in self.pieces.values() if piece.least is not None)
+        if self._persistent + nbytes + works > self._budget and nbytes > 2 * self._said:
+            self._said = nbytes
+            warnings.warn(
+                f"{count} forwards of the model wait for their backward and hold {nbytes:,} bytes together, beside "
+                f"{self._persistent:,} that persist; the budget of {self._budget:,} counts one forward at a time.\n"
+                "hint: call backward() after each forward, or call the model under torch.no_grad() where none comes.",
+                LowtideWarning,
+                stacklevel=6,
+            )
 
     def _needed(self, shares: dict[int, Share]) -> int:
         """The bytes of the whole model as its parts are planned."""

@@ -171,6 +171,49 @@ def test_a_budget_in_bytes_is_of_all_parts_together() -> None:
     assert_same(expected, found)
 
 
+def test_forwards_that_wait_are_counted_together() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    tokens = torch.arange(32 * 24).reshape(32, 24) % WORDS
+    lowtide.attach(model, "1KiB", fallback="modules", tell=lambda _: None, **QUICK)
+    with pytest.raises(lowtide.BudgetError) as said:
+        model(tokens)
+    assert said.value.least is not None
+    attached = lowtide.attach(model, said.value.least * 5 // 4, fallback="modules", tell=lambda _: None, **QUICK)
+    for _ in range(2):
+        model(tokens).sum().backward()
+    assert attached.outstanding == (0, 0)
+    first = model(tokens)
+    with pytest.warns(lowtide.LowtideWarning, match="[2-4] forwards of the model wait for their backward and hold"):
+        others = [model(tokens) for _ in range(3)]
+    assert attached.outstanding[0] == 4
+    torch.stack([first, *others]).sum().backward()
+    assert attached.outstanding == (0, 0)
+
+
+def test_a_part_that_is_given_nothing_at_first_is_planned_later() -> None:
+    class Routed(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.words(tokens).flatten(0, 1)
+            for number, block in enumerate(self.blocks):
+                chosen = tokens.flatten() % 3 == number
+                x = x.index_add(0, chosen.nonzero()[:, 0], block(x[chosen]))
+            return x @ self.words.weight.T
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Routed()
+        attached = lowtide.attach(model, fallback="modules", tell=lambda _: None, **QUICK) if planned else None
+        for step in (3, 1, 1, 2):
+            model(torch.arange(24).reshape(4, 6) * step % 15).square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    assert attached is not None
+    assert attached.parts is not None
+    assert [*attached.parts.planned] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_where_nothing_can_be_planned_the_model_is_left_plain() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -298,3 +341,7 @@ def test_wrong_words() -> None:
         lowtide.attach(Net(), fallback="parts")  # type: ignore[arg-type]
     with pytest.raises(lowtide.UsageError, match="plans parts by themselves"):
         lowtide.attach(Net(), fallback="modules", offload="disk")
+    model = Net()
+    lowtide.attach(model.blocks[0])
+    with pytest.raises(lowtide.UsageError, match="a part of the model is attached already"):
+        lowtide.attach(model, fallback="modules")
