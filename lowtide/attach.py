@@ -182,9 +182,11 @@ class Attached:
         """The same for a part; where a percentage of it is too little, by its least plan."""
         try:
             return self._by_a_plan(args, kwargs)
-        except BudgetError:
-            if self._part is None or self._part.parts.together:
+        except BudgetError as error:
+            if self._part is None:
                 raise
+            if self._part.parts.together:
+                raise self._part.beyond(error) from None
         self.begin_again(replace(self._request, budget=LEAST))
         return self._by_a_plan(args, kwargs)
 
@@ -213,6 +215,8 @@ class Attached:
         """Be planned anew at the next call, as this is asked."""
         self._request = request
         self._loops.clear()
+        if self._part is not None:
+            self._part.budget = request.budget
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward that is followed by no backward, or by one of eager's."""

@@ -132,7 +132,7 @@ class Loop:
 
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
-        if len(self._begun) <= self._said:
+        if self._part is not None or len(self._begun) <= self._said:  # parts are counted together
             return
         count, nbytes = self.outstanding
         budget, persistent = self.fitted.plan.budget, self.fitted.costs.persistent(self.fitted.captured.graph)

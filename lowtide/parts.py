@@ -77,8 +77,9 @@ class Share:
 class Piece:
     """One part of the model, among the others."""
 
-    def __init__(self, parts: Parts, name: str, module: nn.Module) -> None:
+    def __init__(self, parts: Parts, name: str, module: nn.Module, budget: int | str | None) -> None:
         self.parts, self.name, self.module = parts, name, module
+        self.budget = budget  # as it is asked for now
         self.attached: Attached  # what stands before its forward
         self.called = False
         self.least: Share | None = None  # by its first plan; None: it has none yet
@@ -87,6 +88,19 @@ class Piece:
     def runs(self) -> None:
         """It runs now."""
         self.parts.note(self)
+
+    def beyond(self, error: BudgetError) -> BudgetError:
+        """What is said where a batch needs more than the share of this part."""
+        if not self.parts.settled or error.least is None or error.budget is None:
+            return error
+        more = error.least - error.budget
+        return BudgetError(
+            f"{self.name} needs {more:,} bytes more for this batch than its share of the budget, which was divided for "
+            "the first one.",
+            hint=f"give a budget of {more:,} bytes more, or let the largest batch come first.",
+            least=error.least,
+            budget=error.budget,
+        )
 
     def manner(self, usual: Manner) -> Manner:
         """How it is captured, and what others need while it waits."""
@@ -100,7 +114,7 @@ class Piece:
         def priced(graph: Graph, costs: Costs) -> Costs:
             return _waiting(graph, costs, self.waiting) if self.parts.together else costs
 
-        return replace(usual, capture=capture, priced=priced, known=self.parts.plans)
+        return replace(usual, capture=capture, priced=priced, known=self.parts.plans.setdefault(self.budget, []))
 
 
 class Parts:
@@ -111,7 +125,7 @@ class Parts:
         self.plain: dict[str, str] = {}  # the modules that run as ever, and why
         self._request, self._attach = request, attach
         self._names = {id(module): name for name, module in request.model.named_modules()}
-        self.plans: list[Fit] = []  # for parts that are alike
+        self.plans: dict[int | str | None, list[Fit]] = {}  # for parts that are alike, by what they may hold
         self._looks = LOOKS
         self._new = False  # a part has run for the first time
         self._shared: frozenset[int] = frozenset()  # the parts among which the budget is divided
@@ -137,7 +151,7 @@ class Parts:
         budget = LEAST if self.together else self._request.budget
         for child in _below(model):
             if id(child) in self._names and id(child) not in self.pieces and next(child.parameters(), None) is not None:
-                piece = Piece(self, self._names[id(child)], child)
+                piece = Piece(self, self._names[id(child)], child, budget)
                 request = replace(self._request, step=child, model=child, budget=budget, beside=0)
                 piece.attached = self._attach(request, piece)
                 self.pieces[id(child)] = piece
@@ -219,7 +233,7 @@ class Parts:
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
         count, nbytes = self.outstanding
-        works = max(piece.least.works for piece in self.pieces.values() if piece.least is not None)
+        works = max((piece.least.works for piece in self.pieces.values() if piece.least is not None), default=0)
         if self._persistent + nbytes + works > self._budget and nbytes > 2 * self._said:
             self._said = nbytes
             warnings.warn(

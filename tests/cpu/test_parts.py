@@ -191,6 +191,17 @@ def test_forwards_that_wait_are_counted_together() -> None:
     assert attached.outstanding == (0, 0)
 
 
+def test_a_batch_that_is_too_large_for_a_share_is_refused_in_words() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    small, large = torch.ones(4, 12, dtype=torch.int64), torch.ones(256, 12, dtype=torch.int64)
+    lowtide.attach(model, "1MiB", fallback="modules", tell=lambda _: None, **QUICK)
+    for _ in range(2):
+        model(small).sum().backward()
+    with pytest.raises(lowtide.BudgetError, match=r"blocks\.0 needs [\d,]+ bytes more for this batch than its share"):
+        model(large)
+
+
 def test_a_part_that_is_given_nothing_at_first_is_planned_later() -> None:
     class Routed(Net):
         def forward(self, tokens: Tensor) -> Tensor:
