@@ -76,11 +76,34 @@ class Attributes:
 
     __slots__ = ("_thing",)
 
+    _thing: Any
+
     def __init__(self, thing: Any) -> None:
-        self._thing = thing
+        object.__setattr__(self, "_thing", thing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._thing, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._thing, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._thing, name)
+
+
+def attributes_of(thing: Any) -> dict[str, Any] | None:
+    """What an object keeps by name beside its items; None where it keeps nothing so, or they are the same."""
+    found = getattr(thing, "__dict__", None)
+    return found if isinstance(found, dict) and found is not thing else None
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of what objects of a class keep without a mapping."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        own = base.__dict__.get("__slots__", ())
+        found += [own] if isinstance(own, str) else list(own)
+    return tuple(key for key in found if key not in ("__dict__", "__weakref__"))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

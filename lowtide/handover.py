@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowtide import private, tree
 from lowtide.arriving import Arriving, uses_of
-from lowtide.capture import capture
+from lowtide.capture import ONE_AT_A_TIME, capture
 from lowtide.captured import Captured, Leaving
 from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
 from lowtide.execute import Half, Halves
@@ -189,15 +189,16 @@ class Loop:
         def suits(fit: Fit) -> bool:
             return _strides_of(fit.runner.captured) == strides and _halves(fit).fits(half.batch)
 
-        with half.rewound():
-            if not half.halves.fits(half.batch):
-                raise UsageError(
-                    "what the model's forward reads changed between forward and backward, and the loss uses the "
-                    "model's outputs otherwise than before, so the forward would have to run again.",
-                    hint="change it after backward(); or call the model again, now that this use of it is known.",
-                )
-            fit = self.fitted.find(half.batch, suits, "the loss uses the model's outputs otherwise than before")
-        return half.again(_halves(fit))
+        with ONE_AT_A_TIME:  # traces and second forwards set the one generator of all threads
+            with half.rewound():
+                if not half.halves.fits(half.batch):
+                    raise UsageError(
+                        "what the model's forward reads changed between forward and backward, and the loss uses the "
+                        "model's outputs otherwise than before, so the forward would have to run again.",
+                        hint="change it after backward(); or call the model again, now that this use of it is known.",
+                    )
+                fit = self.fitted.find(half.batch, suits, "the loss uses the model's outputs otherwise than before")
+            return half.again(_halves(fit))
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
         step = Whole(self._forward, self._habits, self._autocast, self._made, singly=self._part is not None)

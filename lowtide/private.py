@@ -266,7 +266,11 @@ def precision() -> tuple[str, ...]:
     """How many bits of a float count in products: what torch is told for all of them, and for each library's."""
     kinds = (("generic", "all"), ("mkldnn", "all"), ("mkldnn", "conv"), ("mkldnn", "matmul"))
     told = (str(product_precision(*kind)) for kind in kinds)
-    return torch.get_float32_matmul_precision(), *("ieee" if one == "none" else one for one in told)
+    try:
+        generic = torch.get_float32_matmul_precision()
+    except RuntimeError:  # libraries were told one by one, and torch has no one word for that
+        generic = "by library"
+    return generic, *("ieee" if one == "none" else one for one in told)
 
 
 DENORMAL = 5e-324

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lowtide.errors import UsageError
+
 Path = tuple[str | int, ...]
 
 
@@ -21,13 +23,14 @@ class Tree:
     type: type = object
     keys: tuple[Any, ...] = ()
     children: tuple[Tree, ...] = ()
+    left: tuple[str, ...] = ()  # attributes that have no content to be compared: they are not there when it is rebuilt
     template: Any = dataclasses.field(
         default=None, compare=False, repr=False
     )  # an empty mapping, or an object, to copy; None for a mapping: it is made of a dict
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.form, self.type, self.keys, self.children))
+        return hash((self.form, self.type, self.keys, self.children, self.left))
 
     def __hash__(self) -> int:
         """Known after the first time: trees are looked up at every step."""
@@ -41,6 +44,16 @@ class Tree:
             for path in child.paths():
                 yield (key if isinstance(key, int) else str(key), *path)
 
+    def left_out(self) -> Iterator[tuple[Any, str]]:
+        """The attributes that are not among the leaves, with the class of what has them."""
+        yield from ((self.type, name) for name in self.left)
+        for child in self.children:
+            yield from child.left_out()
+
+    def kinds(self) -> frozenset[Any]:
+        """The classes of all that is around the leaves."""
+        return frozenset((self.type,)).union(*[child.kinds() for child in self.children])
+
     def build(self, leaves: Sequence[Any]) -> Any:
         """The object with these leaves."""
         return self._take(iter(leaves))
@@ -53,6 +66,7 @@ class Tree:
             return _dataclass_of(self.type, dict(zip(self.keys, parts, strict=True)))
         if self.form == "attributed":
             made, *attributes = parts
+            made.__dict__.update(dict.fromkeys(self.left))
             made.__dict__.update(zip(self.keys[1:], attributes, strict=True))
             return made
         if self.form == "object":
@@ -84,7 +98,13 @@ LEAF = Tree("leaf")
 def flatten(thing: Any) -> tuple[list[Any], Tree]:
     """The leaves of a nested object, and the tree that puts them back."""
     leaves: list[Any] = []
-    return leaves, _flatten(thing, leaves)
+    try:
+        return leaves, _flatten(thing, leaves)
+    except RecursionError:
+        raise UsageError(
+            f"a {type(thing).__name__} contains itself, or is nested too deeply to be taken apart.",
+            hint="pass to the step, and return from it, what it needs of it.",
+        ) from None
 
 
 def _flatten(thing: Any, leaves: list[Any]) -> Tree:
@@ -146,7 +166,7 @@ def _of_mapping(thing: Any, leaves: list[Any]) -> Tree:
     template = _like(thing)
     for key in keys:
         del template[key]
-    return _attributed(thing, Tree("mapping", type(thing), keys, children, template), leaves)
+    return _attributed(thing, Tree("mapping", type(thing), keys, children, template=template), leaves)
 
 
 def _like(thing: Any) -> Any:
@@ -163,11 +183,13 @@ def _attributed(thing: Any, items: Tree, leaves: list[Any]) -> Tree:
     if not attributes or attributes is thing:
         return items
     inside = "data" if isinstance(thing, UserDict) else None
-    names = tuple(name for name, part in attributes.items() if name != inside and _plain(part))
-    if not names:
+    plain = {name: _plain(part) for name, part in attributes.items() if name != inside}
+    if not plain:
         return items
+    names = tuple(name for name in plain if plain[name])
+    left = tuple(name for name in plain if not plain[name])
     children = tuple(_flatten(attributes[name], leaves) for name in names)
-    return Tree("attributed", type(thing), ("items", *names), (items, *children))
+    return Tree("attributed", type(thing), ("items", *names), (items, *children), left)
 
 
 def _plain(thing: Any) -> bool:
@@ -179,7 +201,7 @@ def _plain(thing: Any) -> bool:
 def _of_object(thing: Any, leaves: list[Any]) -> Tree:
     keys = tuple(vars(thing))
     children = tuple(_flatten(vars(thing)[key], leaves) for key in keys)
-    return Tree("object", type(thing), keys, children, thing)
+    return Tree("object", type(thing), keys, children, template=thing)
 
 
 @functools.lru_cache(maxsize=1024)

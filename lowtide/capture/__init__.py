@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from lowtide.captured import Captured
 from lowtide.errors import CaptureError
 from lowtide.guards import Place
 
-__all__ = ["capture"]
+__all__ = ["ONE_AT_A_TIME", "capture"]
+
+ONE_AT_A_TIME = threading.RLock()  # a trace puts guards around functions that all threads call
 
 TRIES = 4  # traces at most: numbers that turn out to change with every step become inputs of the next
 
@@ -44,9 +47,14 @@ def capture(
         )
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
-    refuse_at_the_door(step, model, example, ranks=ranks)
-    optimizers.refuse_unknown(optimizer)
-    trace = functools.partial(Trace, step, model, optimizer, example, hooked=hooked)
+    with ONE_AT_A_TIME:
+        refuse_at_the_door(step, model, example, ranks=ranks)
+        optimizers.refuse_unknown(optimizer)
+        return _captured(functools.partial(Trace, step, model, optimizer, example, hooked=hooked), tuple(numbers))
+
+
+def _captured(trace: Callable[..., Trace], numbers: tuple[Place, ...]) -> Captured:
+    """What so many traces find as it takes."""
     found = trace(numbers=numbers).run()
     arrivals = found.again
     if arrivals:

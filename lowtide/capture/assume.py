@@ -22,20 +22,21 @@ from lowtide.capture.caches import Cache
 from lowtide.capture.follow import Follower, is_user_file
 from lowtide.capture.lines import Use
 from lowtide.capture.world import (
-    ATOMS,
+    BASES,
     OPTIMIZER_HOOKS,
     REGISTRIES,
     SPECIAL,
     World,
     entries_of,
     generator_state,
+    is_atom,
     is_foreign,
     library,
     own_names,
     parts_of,
 )
 from lowtide.errors import CaptureError
-from lowtide.guards import MISSING, Attributes, Content, Entry, Guards, Kind, Names, Place
+from lowtide.guards import MISSING, Attributes, Content, Entry, Guards, Kind, Names, Place, attributes_of
 from lowtide.private import FakeTensor
 from lowtide.watch.tensors import kind_of
 
@@ -89,7 +90,7 @@ class Assumptions:
             self._global(found.home, found.name, found.value, found.source, frozenset(found.uses), found.attributes)
         while self._waiting:
             value, name, uses = self._waiting.popleft()
-            if id(value) not in self._done and not isinstance(value, ATOMS) and value is not os.environ:
+            if id(value) not in self._done and not is_atom(value) and value is not os.environ:
                 self._done.add(id(value))
                 self._look(value, name, uses)
         return Guards(
@@ -124,6 +125,8 @@ class Assumptions:
                 self._entry(value.__dict__, attribute, value.__dict__[attribute], f"{name}.{attribute}")
 
     def _look(self, value: Any, name: str, uses: frozenset[Use]) -> None:
+        if isinstance(value, BASES) and not isinstance(value, enum.Enum):
+            self._beside(value, name)
         if (parts := parts_of(value, name)) is not None:
             for part, path in parts:
                 self._wait(part, path, uses if isinstance(value, (tuple, frozenset)) else READ)
@@ -163,6 +166,19 @@ class Assumptions:
                 self._class(value)
             case _:
                 self._other(value, name, uses)
+
+    def _beside(self, value: Any, name: str) -> None:
+        """What a container or plain data has by name, as `World` has seen it."""
+        if (held := self.world.slotted.get(id(value))) is not None:
+            for key, item in held.before.items():
+                if key in self.asked:
+                    self._entry(held.holder, key, item, f"{name}.{key}")
+        attributes = attributes_of(value)
+        if attributes is not None and id(attributes) in self.world.held:
+            self._attributes(attributes, name)
+        if not library(type(value).__module__):
+            self._kind(value)
+            self._wait(type(value), type(value).__name__)
 
     def _cache(self, cache: Cache) -> None:
         """A cached function by what it knew, if the step calls it, and by what it reads."""

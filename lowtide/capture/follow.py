@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -85,6 +86,7 @@ class Follower:
         self.attributes: dict[str, set[Use]] = {}  # attributes that lines of the user loaded
         self.cells: dict[str, set[Use]] = {}
         self.asked: set[str] = set()  # attributes that any code may have loaded
+        self.gotten: set[str] = set()  # attributes that `getattr` was asked for
         self.stores: dict[tuple[str, str], str] = {}  # (kind, name) -> the line that stored to it
         self.imported: dict[str, ModuleType] = {}  # by lines of the step
         self.borrowed: dict[tuple[str, str], ModuleType] = {}  # data in modules of libraries that such lines import
@@ -108,6 +110,7 @@ class Follower:
 
         def noted(thing: Any, name: str, *default: Any) -> Any:
             self.asked.add(name)
+            self.gotten.add(name)
             return getattr_before(thing, name, *default)
 
         builtins.getattr = noted
@@ -117,6 +120,7 @@ class Follower:
                 kept_away(self.calls),
                 environment_followed(is_user_file, self._read_variable, self.refusals.append),
                 _contents_kept(self.refusals.append),
+                _memory_kept(self.refusals.append),
                 self.calls.watched(),
             ):
                 yield
@@ -249,11 +253,13 @@ def _from_user(frame: FrameType | None) -> bool:
 def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
     """A context in which user code can't take the contents of a real tensor, which others may change."""
     own = {name: torch.Tensor.__dict__.get(name) for name in CONTENTS}
+    thread = threading.get_ident()  # others go on beside it
 
     def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_user_file(frame.f_code.co_filename):
+            real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and threading.get_ident() == thread
+            if real and is_user_file(frame.f_code.co_filename):
                 source = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
                 error = CaptureError(
                     f"{source}: the step takes the contents of a tensor out of torch, by {name}.",
@@ -275,6 +281,39 @@ def _contents_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
                 delattr(torch.Tensor, name)
             else:
                 setattr(torch.Tensor, name, function)
+
+
+@contextlib.contextmanager
+def _memory_kept(note: Callable[[CaptureError], None]) -> Iterator[None]:
+    """A context in which no tensor is given the memory of another one, which no op says."""
+    own: Any = torch.Tensor.data
+    thread = threading.get_ident()  # others go on beside it
+
+    def refuse(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        if threading.get_ident() != thread:
+            own.__set__(tensor, data)
+            return
+        if private.storage_key(tensor) == private.storage_key(data) and _same_place(tensor, data):
+            return  # as of tensor.data += 1
+        error = CaptureError(
+            f"{user_line() or 'the step'}: the step puts another tensor in the place of a tensor's memory "
+            "(tensor.data = ...), which can't be followed.",
+            hint="write to it in place: tensor.data.copy_(...) instead of tensor.data = ...",
+        )
+        note(error)
+        raise error
+
+    torch.Tensor.data = property(own.__get__, refuse)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage are the same elements."""
+    shown = [(item.shape, item.dtype, item.stride(), item.storage_offset()) for item in (one, other)]
+    return shown[0] == shown[1]
 
 
 def _of_library(value: Any) -> bool:

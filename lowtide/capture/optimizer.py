@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -42,7 +43,11 @@ def refuse_unknown(optimizer: Any) -> None:
 def followed(optimizers: tuple[Any, ...], before: Callable[..., None]) -> Iterator[None]:
     """A context in which `before` is called before each update, and optimizers that nobody handed over are refused."""
 
+    thread = threading.get_ident()  # others go on beside it
+
     def start(optimizer: Any, *_: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         if not any(optimizer is one for one in optimizers):
             raise CaptureError(
                 f"{user_line()}: the step calls a {type(optimizer).__name__} that it was not given.",

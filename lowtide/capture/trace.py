@@ -26,7 +26,7 @@ from lowtide.capture.refuse import one_device, refuse_odd, refuse_overlaps
 from lowtide.capture.scalars import ASIDE, extremes
 from lowtide.capture.shards import Gathers
 from lowtide.capture.stand_in import fake_like, stand_ins
-from lowtide.capture.world import ATOMS, World
+from lowtide.capture.world import World, is_atom
 from lowtide.captured import Captured, Computed, Slot, TensorSpec, optimizers_of
 from lowtide.errors import CaptureError
 from lowtide.graph import Graph, Input, Kind, Output
@@ -205,7 +205,10 @@ class Trace:
             followed.enter_context(extremes())
             followed.enter_context(self.deeds.followed())
             followed.enter_context(self.follower.followed())
-            results = self.step(self.model, self.optimizer, *batch)
+            try:
+                results = self.step(self.model, self.optimizer, *batch)
+            finally:  # an error of the step's may come of what is not there
+                self._refuse_left_out()
         if self.follower.refusals:
             raise self.follower.refusals[0]
         self.recorder.draws.end()
@@ -245,10 +248,21 @@ class Trace:
         return Traced(captured, leaves, found.counted, self.reductions.again())
 
     def objects(self) -> list[tuple[Any, str]]:
-        """What is in the batch besides tensors and plain values, with its name: it may change inside."""
+        """What is in the batch besides tensors and plain values, and the classes around them: all may change inside."""
         found = zip(self.batch_tree.paths(), self.leaves, strict=True)
-        odd = [(path, leaf) for path, leaf in found if not isinstance(leaf, (torch.Tensor, *ATOMS))]
-        return [(leaf, "batch " + ".".join(map(str, path))) for path, leaf in odd]
+        odd = [(path, leaf) for path, leaf in found if not isinstance(leaf, torch.Tensor) and not is_atom(leaf)]
+        leaves = [(leaf, "batch " + ".".join(map(str, path))) for path, leaf in odd]
+        return [*leaves, *((kind, kind.__name__) for kind in self.batch_tree.kinds())]
+
+    def _refuse_left_out(self) -> None:
+        """Raise where the step has read an attribute of its batch that is not among the leaves."""
+        for kind, name in self.batch_tree.left_out():
+            if name in self.follower.attributes or name in self.follower.gotten:
+                raise CaptureError(
+                    f"the step reads {name!r} of its batch, which the caller has put beside the items of a "
+                    f"{kind.__name__}, and in which not all is tensors, numbers and text.",
+                    hint="pass it as an argument of its own, or as one of the items.",
+                ) from None
 
     def _rebound(self) -> dict[str, torch.Tensor]:
         """The buffers in whose place the step put another tensor."""

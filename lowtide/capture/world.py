@@ -32,12 +32,15 @@ import numpy
 import torch
 
 from lowtide.capture.caches import CACHED, Cache
-from lowtide.guards import MISSING, Effect, Place, content_of
+from lowtide.guards import MISSING, Attributes, Effect, Place, attributes_of, content_of, slots_of
 from lowtide.private import FakeTensor
 
 MANY = 1000  # items of a container that are looked into
 MOST = 30_000  # objects that are looked at from one name
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range, slice)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, bytearray, array.array, numpy.ndarray)
+# Objects of classes of the user's that are one of these have attributes beside their content.
+BASES = (*ATOMS, *CONTAINERS, functools.partial, property, staticmethod, classmethod)
 # Modules of the standard library whose objects are plain data.
 STRUCTURES = (
     *("types", "_thread", "argparse", "collections", "dataclasses", "configparser", "weakref", "_weakrefset", "queue"),
@@ -74,6 +77,11 @@ def library(name: str) -> bool:
     return root in LIBRARIES or ours
 
 
+def is_atom(value: Any) -> bool:
+    """Whether an object is plain data with nothing inside; of a class of the user's it may have attributes."""
+    return isinstance(value, ATOMS) and library(type(value).__module__)
+
+
 @dataclass
 class Held:
     """One object that can change, and what was in it before the step."""
@@ -97,6 +105,7 @@ class World:
 
     def __init__(self) -> None:
         self.held: dict[int, Held] = {}
+        self.slotted: dict[int, Held] = {}  # slots of objects with other content, too
         self.seen: dict[int, Any] = {}  # every object that was looked at, kept alive so that its identity stays its own
         self.names: dict[tuple[int, str], tuple[Place, Any]] = {}  # global names, and what they stood for
         self.opaque: dict[int, str] = {}
@@ -116,7 +125,7 @@ class World:
         waiting, count = collections.deque(((value, name),)), 0
         while waiting:
             value, name = waiting.popleft()
-            if isinstance(value, ATOMS):
+            if is_atom(value):
                 continue
             if isinstance(value, _Weak):
                 value = value.target
@@ -135,6 +144,8 @@ class World:
 
     def _inside(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         """What is in an object, after it was written down."""
+        if isinstance(value, BASES) and not isinstance(value, enum.Enum):
+            yield from self._beside(value, name)
         if (parts := parts_of(value, name)) is not None:
             yield from parts
             return
@@ -233,11 +244,25 @@ class World:
         yield function.__kwdefaults__, f"{name}.__kwdefaults__"
         yield from self._object(None, function.__dict__, name)
 
+    def _beside(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
+        """What a container or plain data has by name: attributes, slots, and a class of the user's."""
+        kind = type(value)
+        own = not library(kind.__module__)
+        if own and (slots := slots_of(kind)):
+            held = {key: getattr(value, key, MISSING) for key in slots}
+            self.slotted[id(value)] = Held(Attributes(value), held, name, attributes=True)
+            yield from ((item, f"{name}.{key}") for key, item in held.items())
+        attributes = attributes_of(value)
+        if attributes or (own and attributes is not None):
+            yield from self._object(None, attributes, name)
+        if own:
+            yield kind, kind.__name__
+
     def _other(self, value: Any, name: str) -> Iterator[tuple[Any, str]]:
         kind = type(value)
         plain = not library(kind.__module__) or kind.__module__.partition(".")[0] in (*STRUCTURES, "torch")
         attributes = getattr(value, "__dict__", None) if plain else None
-        slots = _slots(kind) if plain else ()
+        slots = slots_of(kind) if plain else ()
         if not isinstance(attributes, dict) and not slots:
             self.opaque[id(value)] = name
             return
@@ -253,7 +278,7 @@ class World:
     def effects(self) -> list[tuple[Effect, Any]]:
         """What is not as it was, and what is there now."""
         found: list[tuple[Effect, Any]] = []
-        for held in self.held.values():
+        for held in (*self.held.values(), *self.slotted.values()):
             found += _differences(held)
         for place, before in self.names.values():
             if place.get() is not before:
@@ -264,7 +289,7 @@ class World:
         """Put everything back."""
         for cache in self.caches.values():
             cache.undo()
-        for held in self.held.values():
+        for held in (*self.held.values(), *self.slotted.values()):
             if any(_differences(held)):
                 _restore(held)
         for place, before in self.names.values():
@@ -411,11 +436,3 @@ def _content(cell: CellType) -> Any:
 
 def _numbered(items: Iterable[Any], name: str) -> Iterator[tuple[Any, str]]:
     return ((item, f"{name}[{number}]") for number, item in enumerate(items))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        own = base.__dict__.get("__slots__", ())
-        found += [own] if isinstance(own, str) else list(own)
-    return tuple(key for key in found if key not in ("__dict__", "__weakref__"))

@@ -123,7 +123,7 @@ class Half:
             for slot, place in halves.rebound:
                 slot.holder[slot.key] = self.outputs[place]
             runner.binding.tell()
-        needed += [(OUTPUT, self.outputs[place]) for place in halves.outputs_again]
+        needed += [(name, self.outputs[place]) for place, name in halves.outputs_again]
         self._needed = [(name, tensor, private.version_of(tensor)) for name, tensor in needed]
         self._stops = 0  # how often outputs have left
         given = [pair for place, pair in enumerate(self.inputs.items()) if place not in halves.written]
@@ -218,7 +218,8 @@ class Half:
             call.hand_over()
             found = dict(zip(self.halves.runner.stops[self._stops].outputs, _taken(left), strict=True))
             later = {name for _, name in self.halves.read_later[self._stops]}
-            self._needed = [row for row in self._needed if row[0] in later or row[0] == OUTPUT]
+            handed = {name for _, name in self.halves.outputs_again}
+            self._needed = [row for row in self._needed if row[0] in later | handed]
             self._stops += 1
         except BaseException as error:
             self._failed(call, error)
@@ -257,7 +258,9 @@ class Half:
             if private.version_of(tensor) != version:
                 raise UsageError(
                     f"{name} was changed in place between forward and backward, which needs it as it was.",
-                    hint="make a new tensor instead (y = y + 1), or change it after backward().",
+                    hint="make a new tensor instead (y = y + 1), or change it after backward(). Where another forward "
+                    "of the model changed it (a buffer), call backward() before that, or give the whole step to "
+                    "lowtide.fit.",
                 )
 
     def _failed(self, call: Call, error: BaseException) -> None:
@@ -337,8 +340,10 @@ def _inputs_read_after(graph: Graph, program: Program, instruction: int) -> list
     return [(number, repr(value.name)) for number, value in found if value.kind != "scalar"]
 
 
-def _handed_read_after(graph: Graph, program: Program, handover: int) -> list[int]:
-    """Which of what is handed over is read after the instruction that does it."""
+def _handed_read_after(graph: Graph, program: Program, handover: int) -> list[tuple[int, str]]:
+    """Which of what is handed over, by place and name, is read after the instruction that does it."""
     read, run = _read_after(graph, program, handover), program.instructions[handover]
     assert isinstance(run, Run)
-    return [number for number, item in enumerate(_handed(graph, run.op)) if item.value in read]
+    buffers = {graph.values[item.value].storage: repr(graph.values[item.value].name) for item in graph.inputs}
+    handed = [(number, item.value) for number, item in enumerate(_handed(graph, run.op))]
+    return [(number, buffers.get(graph.values[value].storage, OUTPUT)) for number, value in handed if value in read]

@@ -17,6 +17,7 @@ from lowtide.execute.stale import StaleError
 from lowtide.execute.wholes import Wholes
 from lowtide.forms import is_part
 from lowtide.guards import Entry, Names, Place
+from lowtide.packed import Packed, make_plain
 from lowtide.watch.memory import Span, overlap, spans
 from lowtide.watch.quick import Quick
 from lowtide.watch.tensors import Rows, State, kind_of, library
@@ -116,6 +117,8 @@ class States:
         for place, value, name, key in self._inputs:
             owner, parameter = self.captured.owners[name], _at(self.captured.slots[name])
             tensor: Any = (owner.state.get(parameter) or {}).get(key)
+            if isinstance(tensor, Packed):  # by another program
+                make_plain(tensor)
             fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == value.shape
             if not fits or str(tensor.dtype) != f"torch.{value.dtype}" or tuple(tensor.stride()) != value.stride:
                 raise StaleError(f"the optimizer's state {value.name!r} is not there, or not as at capture.")

@@ -80,11 +80,11 @@ class Wholes:
 
     def _content(self, one: _Wanted, tensor: torch.Tensor, parameter: torch.Tensor | None) -> tuple[Content, int]:
         """The content of a tensor, put into parts if it is not yet; and how many weights were dropped."""
+        of = parameter.content if isinstance(parameter, Packed) and one.layout.count is not None else None
         if isinstance(tensor, Packed):
-            if _suits(tensor.content, one.layout):
+            if _suits(tensor.content, one.layout) and (of is None or tensor.content.parts[MASK] is of.parts[MASK]):
                 return tensor.content, 0
             make_plain(tensor)
-        of = parameter.content if isinstance(parameter, Packed) and one.layout.count is not None else None
         layout = one.layout
         made = Content(tensor, layout, one.name, of=of)
         dropped = made.write(tensor.detach())
@@ -110,13 +110,12 @@ def packed_leaf(leaf: torch.Tensor, layout: Layout, name: str) -> Packed:
 
 
 def _suits(content: Content, layout: Layout) -> bool:
-    """Whether parts are as a program wants them; how many weights a layer has may change between steps."""
+    """Whether parts are as a program wants them; weights that moved from layer to layer since then stay there."""
     known = content.layout
     alike = (known.dtype, known.scaled, known.channel) == (layout.dtype, layout.scaled, layout.channel)
-    sparse = (known.count is None) == (layout.count is None)
     return (
         alike
-        and sparse
+        and known.count == layout.count
         and (known.counted or not layout.counted)
         and VALUES in content.parts
         and (MASK in content.parts or known.count is None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowtide import report
+from lowtide.capture import ONE_AT_A_TIME
 from lowtide.capture.door import refuse_to_run
 from lowtide.captured import Captured
 from lowtide.changes import Changes
@@ -19,7 +20,7 @@ from lowtide.execute.timings import Timings
 from lowtide.fit import forms
 from lowtide.fit.kept import Kept
 from lowtide.fit.make import WHOLE, Fit, Maker, Making, Manner
-from lowtide.fit.moving import Moving
+from lowtide.fit.moving import Moving, every_of
 from lowtide.fit.plainly import Plainly
 from lowtide.fit.pressure import Pressure
 from lowtide.fit.ranks import of as of_ranks
@@ -81,8 +82,27 @@ class Fitted:
             raise
 
     def _take(self, batch: tuple[Any, ...]) -> Any:
-        change: Change | None = None  # the first; with its error the frames that hold the batch would stay
         given = Batch.of(batch)
+        change, result = self._take_known(given)
+        if change is None:
+            return result
+        with ONE_AT_A_TIME:
+            if self._ranks is None:  # what changed may have been the trace of another thread, which has ended
+                change, result = self._take_known(given)
+            if change is None:
+                return result
+            self._changes.note(change)
+            self._request.say(f"{change.what}: the step is captured anew, within the same budget")
+            together = self._ranks is not None and self._ranks.needs()
+            made = self._maker.make(batch, self._changes.numbers, known=self._fits, together=together)
+        one = self._keep(given.key, made)
+        result = one.take(given)
+        one.hold()
+        return result
+
+    def _take_known(self, given: Batch) -> tuple[Change | None, Any]:
+        """What a step that is kept returns; or the first change because of which none can be taken."""
+        change: Change | None = None  # with its error the frames that hold the batch would stay
         for one in self._kept.candidates(given.key):
             try:
                 result = one.take(given)
@@ -91,16 +111,9 @@ class Fitted:
                 continue
             self._kept.use(given.key, one)
             one.hold()
-            return result
+            return None, result
         assert change is not None
-        self._changes.note(change)
-        self._request.say(f"{change.what}: the step is captured anew, within the same budget")
-        together = self._ranks is not None and self._ranks.needs()
-        made = self._maker.make(batch, self._changes.numbers, known=self._fits, together=together)
-        one = self._keep(given.key, made)
-        result = one.take(given)
-        one.hold()
-        return result
+        return change, None
 
     def find(self, batch: Batch, suits: Callable[[Fit], bool], why: str) -> Fit:
         """A step for this batch that suits: one that is kept or, for the reason that is given, a new one."""
@@ -188,7 +201,7 @@ class Fitted:
         """Put back what `state_dict` returned, once a step has put model and optimizer into parts."""
         self._latest.runner.binding.wholes.settle()
         parts, steps = Moving.taken_apart(state)
-        forms.load_state(self._request.model, self._request.optimizer, parts)
+        forms.load_state(self._request.model, self._request.optimizer, parts, moved=bool(every_of(self.plan)))
         self._moving.steps = steps
 
     def give_back(self) -> None:

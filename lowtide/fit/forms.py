@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,12 @@ from lowtide import tree
 from lowtide.captured import optimizers_of
 from lowtide.errors import UsageError
 from lowtide.execute.wholes import packed_leaf
-from lowtide.forms import layout_of, wholes
+from lowtide.forms import BLOCK, MASK, SCALES, VALUES, layout_of, wholes
 from lowtide.graph import Graph
-from lowtide.packed import Content, Packed, make_plain, put_in_parts
+from lowtide.packed import Content, Packed, make_plain, mask_bits, put_in_parts
+from lowtide.rewrite.sparse import room
+
+SAME = "fit the same model with the same allow."
 
 
 def packed_batch(graph: Graph, batch: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -55,8 +59,10 @@ def state_of(model: torch.nn.Module, optimizer: Any) -> dict[str, dict[str, torc
     }
 
 
-def load_state(model: torch.nn.Module, optimizer: Any, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Put the parts back; all of them or, where one does not fit, none."""
+def load_state(
+    model: torch.nn.Module, optimizer: Any, state: Mapping[str, Mapping[str, torch.Tensor]], *, moved: bool = False
+) -> None:
+    """Put the parts back; all of them or, where one does not fit, none. `moved`: weights go from layer to layer."""
     found = dict(_named(model, optimizer))
     if found.keys() != state.keys():
         odd = sorted(found.keys() ^ state.keys())
@@ -69,6 +75,10 @@ def load_state(model: torch.nn.Module, optimizer: Any, state: Mapping[str, Mappi
         kinds = {part: (one.dtype, one.dim()) for part, one in content.parts.items()}
         if {part: (one.dtype, one.dim()) for part, one in parts.items()} != kinds:
             raise UsageError(f"the saved parts of {name!r} have another form.", hint="fit with the same allow.")
+        if not _fit(content, parts, moved=moved):
+            raise UsageError(f"the saved parts of {name!r} are of another size.", hint=SAME)
+    if sum(state[name][VALUES].numel() - one.parts[VALUES].numel() for name, one in found.items()):
+        raise UsageError("the saved sparse weights are not as many as those of this step.", hint=SAME)
     for name, content in found.items():
         for part, one in state[name].items():
             known = content.parts[part]
@@ -76,6 +86,20 @@ def load_state(model: torch.nn.Module, optimizer: Any, state: Mapping[str, Mappi
                 known.copy_(one)
             else:  # weights have moved between layers
                 content.parts[part] = one.clone()
+
+
+def _fit(content: Content, parts: Mapping[str, torch.Tensor], *, moved: bool) -> bool:
+    """Whether saved parts have the sizes of a tensor's; where weights move, a layer may have others than it has."""
+    sizes = {part: one.shape for part, one in content.parts.items()}
+    count, elements = content.layout.count, math.prod(content.size)
+    if moved and count is not None and MASK in parts:
+        there = int(mask_bits(parts[MASK].contiguous(), elements).sum()) if parts[MASK].shape == sizes[MASK] else -1
+        if there > room(count, elements):
+            return False
+        sizes[VALUES] = torch.Size([there])
+        if SCALES in sizes:
+            sizes[SCALES] = torch.Size([-(-there // BLOCK)])
+    return sizes == {part: one.shape for part, one in parts.items()}
 
 
 def _named(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, Content]]:

@@ -13,7 +13,7 @@ from typing import Any
 from lowtide import device as devices
 from lowtide import report
 from lowtide.budget import LEAST, allowance, read_budget
-from lowtide.capture import capture
+from lowtide.capture import ONE_AT_A_TIME, capture
 from lowtide.captured import Captured
 from lowtide.choice import BROUGHT, FREE, Away, Choice, Effort, Leave, choose, eager_peak, given, judged
 from lowtide.costs import Costs
@@ -117,7 +117,7 @@ class Maker:
         begun, searches = time.monotonic(), self._ladder.searches
         self._ladder.see(batch)
         quiet = self._ranks is not None and self._ranks.number > 0  # rank 0 speaks for all
-        with nullcontext() if quiet else self._request.aloud, kept_open(), _collecting_later():
+        with ONE_AT_A_TIME, nullcontext() if quiet else self._request.aloud, kept_open(), _collecting_later():
             if self._ranks is not None and together:
                 made = self._make_together(self._ranks, batch, numbers, known)
             else:

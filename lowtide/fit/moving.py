@@ -44,7 +44,7 @@ class Moving:
 
     def due(self, plan: Plan) -> bool:
         """Whether weights move after this step."""
-        every = max((read_choice(one.setting).every for one in plan.rewrites if one.name == "sparse"), default=0)
+        every = every_of(plan)
         self.steps += every > 0
         return every > 0 and self.steps % every == 0
 
@@ -66,6 +66,11 @@ class Moving:
         for name, some, target in zip(pool, kept, targets, strict=True):
             draws = numpy.random.default_rng([zlib.crc32(name.encode()), self.steps])
             pool[name].rearrange(_chosen(pool[name], some, target, draws))
+
+
+def every_of(plan: Plan) -> int:
+    """After how many steps the sparse weights of a plan move; 0: they stay, or there are none."""
+    return max((read_choice(one.setting).every for one in plan.rewrites if one.name == "sparse"), default=0)
 
 
 def shared_out(kept: Sequence[int], counts: Sequence[int], rooms: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ enum Line : int64_t {
   kAddQuotient, kLerp
 };
 
+constexpr int64_t kPair = 16;  // numbers: torch compiled that loop for vectors of 8, whatever the processor has
 constexpr int64_t kWords = 6;  // of a line: what it does, where to, up to three registers, and which number
 
 using Roots = void (*)(int count, const float* from, float* to, long long mode);
@@ -29,6 +30,7 @@ struct Chain {
   const double* numbers;
   int64_t count;
   int64_t fused;  // whether torch's compiler fused the last product of kAddProduct with its sum
+  int64_t chunk;  // elements that each of torch's threads takes
   Roots roots;    // of the library that torch takes them with, where they are not those of the processor; may be missing
 };
 
@@ -37,8 +39,26 @@ INLINE void each(float* to, int64_t count, const One& one) {
   along(count, [&](int64_t i, int64_t some) { store(one(i, some), to + i, some); });
 }
 
+// Whether torch takes an element alone, as its loop for this call does with what pairs of vectors leave of each thread's.
+INLINE bool alone(const Chain& chain, int64_t place) {
+  const int64_t inside = place % chain.chunk, all = std::min(chain.chunk, chain.count - place + inside);
+  return inside >= all - all % kPair;
+}
+
+// The whole way from the start to the end: of an element alone, torch subtracts zero times the way, and adds it else.
+INLINE void arrive(const Chain& chain, float* to, const float* a, const float* b, int64_t at, int64_t count) {
+  each(to, count, [&](int64_t i, int64_t n) {
+    alignas(64) float zeros[kWidth] = {};
+    for (int64_t k = 0; k < n; ++k) {
+      zeros[k] = alone(chain, at + i + k) ? -0.0f : 0.0f;
+    }
+    const Vec start = load(a + i, n), end = load(b + i, n);
+    return at::vec::fmadd(Vec::loadu(zeros), end - start, end);
+  });
+}
+
 template <bool fused>
-INLINE void calculate(const Chain& chain, int64_t line, float* to, const float* a, const float* b, const float* c, float number, int64_t count) {
+INLINE void calculate(const Chain& chain, int64_t line, float* to, const float* a, const float* b, const float* c, float number, int64_t at, int64_t count) {
   const Vec k(number);
   switch (line) {
     case kAdd:
@@ -62,6 +82,9 @@ INLINE void calculate(const Chain& chain, int64_t line, float* to, const float* 
     case kAddQuotient:
       return each(to, count, [&](int64_t i, int64_t n) { return load(a + i, n) + k * load(b + i, n) / load(c + i, n); });
     case kLerp: {
+      if (number == 1.0f) {
+        return arrive(chain, to, a, b, at, count);
+      }
       const bool small = std::abs(number) < 0.5f;
       const Vec step = small ? k : k - Vec(1.0f);
       return each(to, count, [&](int64_t i, int64_t n) {
@@ -89,9 +112,9 @@ void run(const Chain& chain, int64_t first, int64_t last) {
         const float number = static_cast<float>(chain.numbers[line[5]]);
         const float *a = registers[line[2]], *b = registers[line[3]], *c = registers[line[4]];
         if (chain.fused != 0) {
-          calculate<true>(chain, line[0], rooms[to], a, b, c, number, count);
+          calculate<true>(chain, line[0], rooms[to], a, b, c, number, at, count);
         } else {
-          calculate<false>(chain, line[0], rooms[to], a, b, c, number, count);
+          calculate<false>(chain, line[0], rooms[to], a, b, c, number, at, count);
         }
         registers[to] = rooms[to];
       }

@@ -26,6 +26,7 @@ LINES = (  # as chains.cpp numbers them
 )
 WORDS = 6  # of a line: its number, where its result goes, three registers, and the place of its number
 REGISTERS = 16
+GRAIN = 2**15  # elements that torch leaves to one thread
 
 aten = torch.ops.aten
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -36,7 +37,7 @@ class _Chain(ctypes.Structure):
         *((name, _POINTER) for name in ("read", "written", "code")),
         ("lines", _INT),
         ("numbers", _POINTER),
-        *((name, _INT) for name in ("count", "fused")),
+        *((name, _INT) for name in ("count", "fused", "chunk")),
         ("roots", _POINTER),
     )
 
@@ -63,6 +64,8 @@ def _run(way: int, read: list[Tensor], written: list[Tensor], code: list[int], n
     tensors = [*read, *written]
     sources = (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     targets = (_POINTER * len(written))(*(tensor.data_ptr() for tensor in written))
+    count, threads = written[0].numel(), torch.get_num_threads()
+    shares = max(1, min(threads, -(-count // GRAIN)))
     lines, values = (_INT * len(code))(*code), (ctypes.c_double * (len(numbers) + 1))(*numbers)
     chain = _Chain(
         ctypes.addressof(sources),
@@ -70,11 +73,12 @@ def _run(way: int, read: list[Tensor], written: list[Tensor], code: list[int], n
         ctypes.addressof(lines),
         len(code) // WORDS,
         ctypes.addressof(values),
-        written[0].numel(),
+        count,
         way & 1,
+        max(1, -(-count // shares)),
         _roots() if way & 2 else None,
     )
-    compiled.lowtide_chain(ctypes.byref(chain), torch.get_num_threads())
+    compiled.lowtide_chain(ctypes.byref(chain), threads)
 
 
 def by_torch(read: list[Tensor], written: list[Tensor], code: list[int], numbers: list[float]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide.aten import GROUPED, SAME_ANYWAY
+from lowtide.aten import GROUPED, OPAQUE, SAME_ANYWAY
 from lowtide.graph import Arg, Constant
 from lowtide.kernels import constant, overload, returns_one
 from lowtide.private import bare_kernel
@@ -209,7 +209,7 @@ def _seen(trial: Trial, expected: Tensor, made: list[Tensor], parts: tuple[int, 
     whole = sum(parts)
     if trial.target in SAME_ANYWAY and dim < 0:
         return Seen("same")
-    if trial.target in SAME_ANYWAY or expected.dtype == torch.uint8:
+    if trial.target in SAME_ANYWAY or (trial.target in OPAQUE and expected.dtype == torch.uint8):
         return Seen("axis")  # no contents, or such as mean something to another call only
     shares = [one * (n / whole) for one, n in zip(made, parts, strict=True)] if expected.is_floating_point() else []
     if dim >= 0:

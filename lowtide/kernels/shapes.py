@@ -57,7 +57,8 @@ class Shapes:
         """An argument as the call gets it."""
         match arg:
             case Read():
-                return self.tensor(arg) if self.is_tensor(arg) else UNKNOWN
+                # an alias: calls such as `transpose_` change what they are given
+                return self.tensor(arg).detach() if self.is_tensor(arg) else UNKNOWN
             case Constant(family, name):
                 return torch.device("meta") if family == "device" else constant(family, name)
             case tuple():

@@ -97,9 +97,10 @@ def waists(held: Ints, most: int) -> list[int]:
 
 
 def _repeats(whole: Problem, pieces: list[Ints]) -> bool:
-    """Whether many pieces call the same ops."""
+    """Whether much of the order is in pieces that call the same ops."""
     calls = {tuple(whole.graph.ops[op].target for op in piece) for piece in pieces}
-    return len(calls) <= WINDOW_CLASSES * len(pieces)
+    few = len(calls) <= WINDOW_CLASSES * len(pieces)
+    return few and sum(map(len, calls)) <= WINDOW_CLASSES * sum(map(len, pieces))
 
 
 def _windows(whole: Problem, pieces: list[Ints]) -> Iterator[Window]:

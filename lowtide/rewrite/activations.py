@@ -60,6 +60,9 @@ class _Writer:
         self.graph, self.which, self.bits = graph, which, bits
         self.editor = Editor(graph)
         self.known: dict[int, int] = {}  # value -> what the backward reads in its place; itself: it stays
+        self.contents: dict[int, list[int]] = {}  # of storages
+        for value, item in enumerate(graph.values):
+            self.contents.setdefault(item.storage, []).append(value)
         self.anchor = 0  # the op of the backward before which new ones go
 
     def write(self) -> Graph:
@@ -75,7 +78,10 @@ class _Writer:
                     _renamed(op.args, there),
                     tuple((key, _renamed_one(arg, there)) for key, arg in op.kwargs),
                 )
-                self.editor.change(index, replace(op, args=args, kwargs=kwargs))
+                updates = tuple((new, there.get(old, old)) for new, old in op.updates)
+                for old in {old for _, old in op.updates if there.get(old, old) != old}:
+                    self.move_contents(old, there[old])
+                self.editor.change(index, replace(op, args=args, kwargs=kwargs, updates=updates))
         if all(old == new for old, new in self.known.items()):
             return graph
         for old, new in self.known.items():
@@ -84,6 +90,21 @@ class _Writer:
                 if value.eager_end >= 0:
                     self.editor.values[old] = replace(value, eager_end=graph.maker[old])
         return self.editor.reordered()
+
+    def move_contents(self, old: int, new: int) -> None:
+        """What the backward writes over a value is written over what it reads in its place."""
+        for value in self.later(old):
+            self.editor.values[value] = replace(self.editor.values[value], storage=self.editor.values[new].storage)
+
+    def later(self, value: int) -> list[int]:
+        """The other contents of a value's storage."""
+        return [other for other in self.contents[self.graph.values[value].storage] if other != value]
+
+    def movable(self, value: int) -> bool:
+        """Whether nobody writes over a value in the backward, or the backward alone writes to its storage."""
+        graph = self.graph
+        makers = [graph.ops[graph.maker[other]].phase for other in self.later(value) if graph.maker[other] >= 0]
+        return "backward" not in makers or {*makers} == {"backward"}
 
     def wanted(self, value: int) -> bool:
         """Whether a value that the backward reads is one that it may read in another form."""
@@ -103,6 +124,7 @@ class _Writer:
             and dense(item.shape, item.stride)
             and item.nbytes == 4 * math.prod(item.shape)
             and graph.ops[graph.maker[value]].target not in EXACT_ANYWAY
+            and self.movable(value)
         )
 
     def instead(self, value: int) -> int:

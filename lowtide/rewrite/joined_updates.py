@@ -6,6 +6,7 @@ has a call of its own, so that its gradient ends there.
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class _Update:
     read: list[Read] = field(default_factory=list)
     written: dict[int, list[int]] = field(default_factory=dict)  # storage -> its contents, from before to the last
     numbers: list[Arg] = field(default_factory=list)
+    places: dict[Arg | bytes, int] = field(default_factory=dict)  # a number, or its bits -> where it is
     code: list[int] = field(default_factory=list)
     register: dict[int, int] = field(default_factory=dict)  # value -> where it is
 
@@ -185,9 +187,10 @@ class _Update:
     def _write(self, name: str, to: int, *registers: int, number: Arg = None) -> None:
         place = 0
         if number is not None:
-            if number not in self.numbers:
+            key = struct.pack("d", number) if isinstance(number, float) else number  # 0.0 equals -0.0
+            place = self.places.setdefault(key, len(self.numbers))
+            if place == len(self.numbers):
                 self.numbers.append(number)
-            place = self.numbers.index(number)
         self.code += [LINES.index(name), to, *registers, *([0] * (WORDS - 3 - len(registers))), place]
 
 

@@ -6,6 +6,7 @@ statistics are those of the whole batch, added up in double precision: what diff
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from lowtide.graph import Graph, Op, Read
@@ -15,16 +16,28 @@ from lowtide.rewrite.statistics import BIAS, EPSILON, INPUT, WEIGHT, Writer, tra
 THREE = 3  # large tensors that torch's backward needs: two gradients, and the input
 
 
-def norm_halves(graph: Graph, least: float) -> Graph:
-    """The graph whose training batch norms are in halves, where that can be, of values of so many bytes together."""
-    if not graph.ops:
-        return graph
-    batches = {graph.values[op.makes[0]].shape[0] for op in graph.ops if trains(op)}
-    writer = Writer(graph, max(batches, default=1), 1.0)
+def large_norms(graph: Graph, least: float) -> frozenset[str]:
+    """The names of training batch norms that can be in halves, of values of so many bytes together."""
+    writer = _writer(graph)
+    return frozenset(graph.ops[index].name for index in graph.ordinary if _may(writer, index, least))
+
+
+def norm_halves(graph: Graph, names: Collection[str]) -> Graph:
+    """The graph with the batch norms of these names in halves, where that can be."""
+    writer = _writer(graph)
     for index in graph.ordinary:
-        if trains(graph.ops[index]) and _is_large(graph, index, least) and writer.may(index):
+        if graph.ops[index].name in names and _may(writer, index, 0):
             _write(writer, index)
     return writer.editor.reordered() if writer.done else graph
+
+
+def _writer(graph: Graph) -> Writer:
+    batches = {graph.values[op.makes[0]].shape[0] for op in graph.ops if trains(op)}
+    return Writer(graph, max(batches, default=1), 1.0)
+
+
+def _may(writer: Writer, index: int, least: float) -> bool:
+    return trains(writer.graph.ops[index]) and _is_large(writer.graph, index, least) and writer.may(index)
 
 
 def _is_large(graph: Graph, index: int, least: float) -> bool:

@@ -130,7 +130,7 @@ class _Writer:
 
     def made(self, value: int) -> int:
         """A new value for a result in this part; what is the same in all of them is that of the first for others."""
-        if self.region.roles.get(value) == "same" and not self.number:
+        if self.region.roles.get(value) == "same" and not self.number and value not in self.totals.values():
             return value
         return self.editor.value(self.editor.values[value])
 
@@ -272,17 +272,20 @@ class _Writer:
         item = self.graph.ops[op]
         labels, weights, _, ignored = LABELLED[item.target]
         target, weight, left_out = item.args[labels], item.args[weights], item.args[ignored]
-        loss = item.outputs[0]
+        loss, into = item.outputs  # who divides by the total outside of the region needs that of all labels
         assert loss is not None
         seen = self.graph.values[loss]
+        into = self.editor.value(replace(seen, name="sum")) if into is None else into
         counts = self.simple(op, "ne.Scalar", (target, left_out), seen, early=True)
         dtype = (("dtype", Constant("dtype", seen.dtype)),)
         if weight is None:
-            return self.simple(op, "sum.default", (Read(counts),), seen, kwargs=dtype, early=True)
+            self.call(op, "sum.default", (Read(counts),), into, kwargs=dtype, early=True)
+            return into
         known = self.simple(op, "clamp_min.default", (target, 0), seen, early=True)
         each = self.simple(op, "take.default", (weight, Read(known)), seen, early=True)
         weighed = self.simple(op, "mul.Tensor", (Read(each), Read(counts)), seen, early=True)
-        return self.simple(op, "sum.default", (Read(weighed),), seen, kwargs=dtype, early=True)
+        self.call(op, "sum.default", (Read(weighed),), into, kwargs=dtype, early=True)
+        return into
 
     def weighed(self, op: int) -> None:
         """Divide the loss of a part by what all labels weigh; that is what the backward divides by, too."""

@@ -16,7 +16,19 @@ from typing import Any
 import numpy
 import torch
 
-from lowtide.guards import MISSING, Change, Content, Entry, Guards, Names, Place, content_of, keys_of
+from lowtide.guards import (
+    MISSING,
+    Change,
+    Content,
+    Entry,
+    Guards,
+    Names,
+    Place,
+    attributes_of,
+    content_of,
+    keys_of,
+    slots_of,
+)
 from lowtide.watch.around import NAMES, surroundings
 from lowtide.watch.quick import Quick
 from lowtide.watch.tensors import Rows, kind_of, library
@@ -118,7 +130,7 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
     """Whether an object may stand for another one, so that no step can tell them apart by their values."""
     if one is other:
         return True
-    if type(one) is not type(other):
+    if type(one) is not type(other) or not _alike_beside(one, other, moved):
         return False
     match one:
         case float():
@@ -139,7 +151,7 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
         case set() | frozenset():
             alike = one == other
         case numpy.ndarray():
-            alike = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+            alike = _same_array(one, other)
         case _:
             return False
     if alike and moved is not None:
@@ -147,13 +159,25 @@ def same(one: Any, other: Any, moved: dict[int, Any] | None = None) -> bool:
     return alike
 
 
+def _alike_beside(one: Any, other: Any, moved: dict[int, Any] | None) -> bool:
+    """Whether two objects of one class keep the same beside their content; where they have slots, only they know."""
+    if isinstance(one, MethodType):
+        return True
+    attributes = attributes_of(one)
+    return not slots_of(type(one)) and (attributes is None or same(attributes, attributes_of(other), moved))
+
+
 def _same_content(content: Content) -> bool:
     holder, before = content.holder, content.content
     if isinstance(holder, (list, collections.deque)):
         return len(holder) == len(before) and (all(map(is_, before, holder)) or all(map(same, before, holder)))
     if isinstance(holder, numpy.ndarray):
-        return same(holder, before)
+        return _same_array(holder, before)
     return bool(holder == before)
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
 
 
 def _scheduled(entry: Entry, now: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -175,3 +176,115 @@ def test_a_batch_that_lies_where_the_step_writes_is_refused() -> None:
     with pytest.raises(lowtide.UsageError, match=r"batch 1 shares memory with weight"):
         run(rows[:3], model.weight.detach())
     run(rows[:3], model.weight.detach().clone())
+
+
+class Settings:
+    def __init__(self, w: float) -> None:
+        self.w = w
+
+
+class Both(dict[str, Any]):
+    w: Any = 1.0
+
+
+class BothListed(list[Any]):
+    w: Any = 1.0
+
+
+@dataclass
+class Classed:
+    x: Tensor
+    w: ClassVar[Any] = 1.0
+
+
+class Tupled(NamedTuple):
+    x: Tensor
+    w: Any = 1.0
+
+
+class Scaled(Tupled):
+    w = 1.0
+
+
+@pytest.mark.parametrize("kind", [Both, BothListed, Classed, Scaled], ids=lambda kind: kind.__name__)
+def test_what_the_class_of_a_batch_has_is_watched(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for fitted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [kind([torch.randn(5, 3)]) if kind is BothListed else kind(x=torch.randn(5, 3)) for _ in range(4)]
+        monkeypatch.setattr(kind, "w", 1.0)
+        train = lambda batch: step(model, optimizer, batch)  # noqa: B023, E731
+        if fitted:
+            train = lowtide.fit(step, model, optimizer, example=(batches[0],), **QUICK)
+        results = []
+        for number, batch in enumerate(batches):
+            monkeypatch.setattr(kind, "w", 1.0 + number % 2)
+            results.append(train(batch))
+        found.append([*results, *model.parameters()])
+    assert all(same(one.detach(), other.detach()) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Named, Listed])
+def test_an_attribute_that_nobody_can_compare_is_refused_where_the_step_reads_it(kind: Any) -> None:
+    def read(model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
+        weight = batch.settings.w if hasattr(batch, "settings") else 1.0
+        return (model(batch[0] if isinstance(batch, list) else batch["x"]) * weight).sum()
+
+    batch = with_attribute(kind)(torch.randn(5, 3), 1.0)
+    batch.settings = Settings(2.0)
+    with pytest.raises(lowtide.CaptureError, match="reads 'settings' of its batch, which the caller has put beside"):
+        lowtide.fit(read, nn.Linear(3, 4), None, example=(batch,), **QUICK)
+    model = nn.Linear(3, 4)
+    run = lowtide.fit(step, model, torch.optim.SGD(model.parameters(), lr=0.1), example=(batch,), **QUICK)
+    batch.settings = Settings(3.0)
+    run(batch)
+    assert len(run.makings) == 1, "what the step does not read does not matter"
+
+
+@pytest.mark.parametrize("kind", [Named, Listed])
+def test_a_batch_that_contains_itself_is_refused(kind: Any) -> None:
+    batch = with_attribute(kind)(torch.randn(5, 3), 1.0)
+    batch.me = batch
+    with pytest.raises(lowtide.UsageError, match=r"a \w+ contains itself"):
+        lowtide.fit(step, nn.Linear(3, 4), None, example=(batch,), **QUICK)
+
+
+def test_memory_of_another_tensor_is_refused_and_its_own_is_not() -> None:
+    def own(model: nn.Module, _: None, x: Tensor) -> Tensor:
+        other = x * 2
+        other.data += 1
+        return model(other).sum()  # type: ignore[no-any-return]
+
+    def another(model: nn.Module, _: None, x: Tensor) -> Tensor:
+        other = x * 2
+        other.data = x + 1
+        return model(other).sum()  # type: ignore[no-any-return]
+
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    assert same(lowtide.fit(own, model, None, example=(x,), **QUICK)(x).detach(), own(model, None, x).detach())
+    with pytest.raises(lowtide.CaptureError, match=r"puts another tensor in the place of a tensor's memory"):
+        lowtide.fit(another, model, None, example=(x,), **QUICK)
+    assert "data" not in vars(Tensor)
+
+
+def test_models_of_several_threads_are_planned_one_after_another() -> None:
+    """A trace puts guards around what all threads call, and module hooks that all of them see."""
+    models = [nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3)) for _ in range(4)]
+    trained = []
+    batches = torch.randn(4, 5, 6)  # drawn here: all threads draw from one generator
+
+    def work(model: nn.Module) -> None:
+        attached = lowtide.attach(model, **QUICK)
+        for batch in batches:
+            model(batch).sum().backward()
+        trained.append(attached.calls)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [dict(calls) for calls in trained] == [{"by a plan": 4}] * 4
+    assert "numpy" not in vars(Tensor)

@@ -115,6 +115,25 @@ def test_a_gradient_whose_memory_has_another_order_than_its_dimensions() -> None
     assert any(read.view is not None for op in ops for read in op.arguments())
 
 
+class Zeros(torch.optim.SGD):
+    """Updates that add zeros of both signs, and multiply by them."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                kept = (parameter.grad * 0.0 + -0.0) * 0.0
+                parameter.mul_(-0.0).add_(kept)
+
+
+@needs_kernels
+def test_zeros_of_either_sign_are_two_numbers() -> None:
+    def recipe() -> tuple[Callable[..., Any], nn.Module, Any, tuple[Any, ...]]:
+        step, model, _, example = _penalised()
+        return step, model, Zeros(model.parameters(), lr=0.1), example
+
+    assert_exact(recipe, steps=2, change=_joined, program=as_eager)
+
+
 READS = {"add": 2, "multiply": 2, "divide": 2, "lerp": 2, "add product": 3, "add quotient": 3}
 NUMBERS = (0.1, -0.3, 0.5, 0.4999999, 1.5, 1e-8, 0.0, -1.0, 3e38)
 COUNTS = (1, 2, 7, 15, 16, 17, 63, 511, 512, 513, 4097, 16384, 16385, 32768, 50_003)
@@ -131,6 +150,8 @@ def test_every_line_has_torchs_bits_with_any_number(threads: int) -> None:
         for name in chains.LINES[2:]:
             for count in COUNTS:
                 _assert_line(name, count, random.choice(NUMBERS), random.random() < 0.5)
+        for count in (*COUNTS, 65_537, 100_003):
+            _assert_line("lerp", count, 1.0, special=True)  # zero times the way: its sign is of zeros alone
     finally:
         torch.set_num_threads(before)
 

@@ -86,5 +86,21 @@ def test_two_techniques_together_compute_the_same_under_every_plan(pair: tuple[s
     assert_same(*runs)
 
 
+@pytest.mark.parametrize("which", ["all", "products", "sums"])
+def test_packed_values_are_written_over_by_parts_of_large_ops(which: str) -> None:
+    """A split backward writes its slices over what it reads: over what was unpacked."""
+    runs = []
+    for least in (False, True):
+        built = recipe()
+        train = fitted(built, f"split:0.125,activations8:{which}", least=least)
+        ops = train.captured.graph.ops
+        assert all(old in op.reads for op in ops for _, old in op.updates)
+        assert any("unpack_" in op.name for op in ops)
+        assert any("_part1" in op.name for op in ops)
+        losses = [train(*built[3]) for _ in range(2)]
+        runs.append(everything(built[1], built[2]) | {f"loss {place}": loss for place, loss in enumerate(losses)})
+    assert_same(*runs)
+
+
 def test_all_names_are_known_here() -> None:
     assert {"microbatch", "batch-statistics", "activations16", "activations8", "activations4"} <= set(NAMES)

@@ -588,6 +588,12 @@ def test_settings_are_seen() -> None:
         torch.set_float32_matmul_precision("high")
         assert private.precision()[0] == "high"
         assert not private.usual_arithmetic()
+        torch.set_float32_matmul_precision(before[1][0])
+        libraries: list[Any] = [torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+        for library in libraries:
+            library.fp32_precision = "tf32"  # of torch's newer words for it, for which it has no older one
+            assert not private.usual_arithmetic()
+            library.fp32_precision = "none"
         torch._C._set_mkldnn_enabled(False)
         assert not private.mkldnn_enabled()
         assert not private.flushes_denormals()

@@ -228,6 +228,21 @@ def test_labels_that_do_not_count(weights: bool, ignored: list[int]) -> None:
     assert_same_gradients(labelled(weights=weights, ignored=ignored), "microbatch", 3)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_loss_that_is_split_apart_from_its_backward_divides_by_all_labels(weights: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 64)
+    model.register_buffer("weight_of", torch.rand(64) + 0.5 if weights else None)
+    labels = torch.randint(0, 64, (6, 9))
+    labels[0, :4] = -100
+
+    def step(model: Any, _: None, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(inputs).flatten(0, 1)
+        return backward(F.cross_entropy(logits, labels.flatten(), weight=model.weight_of))
+
+    assert_same_gradients((step, model, (torch.randn(6, 9, 4), labels)), "split", 0.125)
+
+
 def linear(loss: Callable[..., Tensor], *more: Tensor) -> Recipe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
@@ -263,6 +278,17 @@ def test_losses(name: str) -> None:
         assert_same_gradients(linear(LOSSES[name], *more), "microbatch", parts)
 
 
+@pytest.mark.parametrize(("layers", "dropout"), [(1, 0.0), (2, 0.2)])
+def test_recurrent_layers_that_turn_their_results_in_place(layers: int, dropout: float) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.RNN(6, 8, layers, batch_first=True, dropout=dropout), (torch.randn(8, 5, 6),)
+
+    def step(model: Any, _: None, inputs: Tensor) -> Tensor:
+        return backward(model(inputs)[0].flatten(0, 1).square().mean())
+
+    assert_same_gradients((step, model, batch), "microbatch", 3)
+
+
 def contrastive(model: Any, _: None, inputs: Tensor, others: Tensor) -> Tensor:
     near = F.normalize(model(inputs)) @ F.normalize(model(others)).t()
     return backward(F.cross_entropy(near / 0.1, torch.arange(len(near))))
@@ -293,6 +319,27 @@ def test_steps_that_couple_examples_are_refused(step: Callable[..., Tensor]) -> 
     assert not found.changed
     assert any("couples the examples" in note and "test_split.py:" in note for note in found.notes)
     assert found.distance(eager((step, model, batch))) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda images, order: images.flip(0),
+        lambda images, order: images.roll(1, 0),
+        lambda images, order: images[order],
+    ],
+    ids=["flipped", "rolled", "permuted"],
+)
+def test_images_as_bytes_are_mixed_with_others_of_the_whole_batch(other: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 5))
+    batch = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8), torch.randperm(8)
+
+    def step(model: Any, _: None, images: Tensor, order: Tensor) -> Tensor:
+        mixed = torch.stack([one.to(model[1].weight.dtype) for one in (images, other(images, order))])
+        return backward(model(mixed.mean(0) / 255).log_softmax(-1).square().mean())
+
+    assert_same_gradients((step, model, batch), "microbatch", 3)
 
 
 def test_results_with_the_batch_in_them() -> None:

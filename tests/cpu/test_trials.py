@@ -224,6 +224,23 @@ def test_what_was_tried_with_other_settings_is_not_used(monkeypatch: pytest.Monk
             torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
 
+def test_libraries_may_be_told_one_by_one_how_many_bits_count() -> None:
+    """Torch itself then raises when it is asked how many do in all products."""
+    step, model, optimizer, example = models.build(models.SMALL["mlp"])
+    _, mirror, mirrored, _ = models.build(models.SMALL["mlp"])
+    libraries: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    try:
+        libraries[0].fp32_precision = "tf32"
+        train = lowtide.fit(step, mirror, mirrored, example=example, costs="roofline", time_limit=0.2)
+        for told in ("none", "bf16", "none", "tf32"):
+            libraries[1].fp32_precision = told
+            assert torch.equal(step(model, optimizer, *example), train(*example))
+            assert_same(everything(model, optimizer), everything(mirror, mirrored))
+    finally:
+        for library in libraries:
+            library.fp32_precision = "none"
+
+
 def _tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Module()
     model.register_parameter("weight", nn.Parameter(torch.zeros(200_003)))

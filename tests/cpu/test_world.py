@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import copy
 import os
 import sys
@@ -10,6 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_guards import Twin, X, both
@@ -344,3 +346,66 @@ def test_sums_of_gradients_are_eagers_or_refused(name: str) -> None:
     ALONE["alone"](model, model).backward()
     ALONE["alone"](net, mirror).backward()
     assert_same(everything(model, None), everything(mirror, None))
+
+
+class Numbers(dict[str, Any]):
+    scale = 1.0
+
+
+class Several(list[Any]):
+    scale = 1.0
+
+
+class Pair(tuple[Any, ...]):
+    scale = 1.0
+
+
+class Number(float):
+    scale = 1.0
+
+
+class Slotted(list[Any]):
+    __slots__ = ("scale",)
+
+
+class Rows(numpy.ndarray[Any, Any]):
+    scale = 1.0
+
+
+MARKED: dict[str, Any] = {
+    "dict": Numbers,
+    "list": Several,
+    "tuple": Pair,
+    "float": Number,
+    "slots": Slotted,
+    "array": lambda: numpy.zeros(2).view(Rows),
+    "ordered": collections.OrderedDict,
+}
+
+
+@pytest.mark.parametrize("where", ["class", "object", "another"])
+@pytest.mark.parametrize("name", MARKED)
+def test_what_containers_and_numbers_have_by_name_is_seen(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class of the user's may derive from one of Python's."""
+    if where == "class" and name in ("slots", "ordered"):
+        pytest.skip("the class has nothing that could change")
+
+    def step(model: Any, _: None, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) * model.settings.scale).sum()  # type: ignore[no-any-return]
+
+    model: Any = nn.Linear(3, 2)
+    model.settings = MARKED[name]()
+    model.settings.scale = 1.0
+    x = torch.randn(4, 3)
+    run = lowtide.fit(step, model, None, example=(x,), costs="roofline", time_limit=0.2, tell=lambda _: None)
+    for scale in (1.0, 2.0, 3.0):
+        if where == "another":
+            model.settings = MARKED[name]()
+        if where == "class":
+            vars(model.settings).clear()
+            monkeypatch.setattr(type(model.settings), "scale", scale)
+        else:
+            model.settings.scale = scale
+        assert torch.equal(run(x), step(model, None, x))

@@ -55,6 +55,26 @@ def in_parts(parts: int, length: int) -> tuple[Graph, Costs]:
     return graph, in_place(graph)
 
 
+def mostly_whole(parts: int, length: int) -> Graph:
+    """A long net whose batch is whole, behind short ones in parts."""
+    build = Builder()
+    weights = [build.given(SUM) for _ in range(length)]
+    sums: list[int | None] = [None] * length
+    for _ in range(parts):
+        sums = [*one_part(build, weights[:2], sums[:2], 2), *sums[2:]]
+    sums = [*one_part(build, weights, sums, length)]
+    return build.graph([value for value in sums if value is not None])
+
+
+def test_a_step_that_is_mostly_one_window_has_none() -> None:
+    """Alike pieces count by their ops: a cut before the one large piece would keep what it may make again."""
+    graph = mostly_whole(8, 60)
+    planning = Planning(graph, in_place(graph))
+    assert not planning.windows
+    few, _ = in_parts(8, 2)
+    assert Planning(few, in_place(few)).windows
+
+
 def in_place(graph: Graph) -> Costs:
     """A second an op, and sums that may be written over what they add to."""
     costs = declared(graph)
