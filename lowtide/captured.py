@@ -48,6 +48,7 @@ class Leaving:
     output: int  # its place among the outputs
     source: int  # the place of what it is the gradient of among all that get one
     parameter: str = ""  # the name of that parameter: whoever is given the gradient may update it
+    last: bool = False  # it leaves at the end: the order of those that do is that in which autograd adds them up
 
 
 @dataclass(frozen=True)

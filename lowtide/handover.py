@@ -10,12 +10,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import private, tree
+from lowtide.arriving import Arriving, uses_of
 from lowtide.capture import ONE_AT_A_TIME, capture
 from lowtide.captured import Captured, Leaving
 from lowtide.errors import BudgetError, CaptureError, LowtideWarning, UsageError
@@ -56,6 +57,16 @@ class Autocast:
         return torch.autocast("cpu", dtype=self.dtype, cache_enabled=self.cached)
 
 
+class Among(Protocol):
+    """The place of a part among others that run in the same step."""
+
+    def manner(self, usual: Manner) -> Manner:
+        """How it is captured and priced."""
+
+    def runs(self) -> None:
+        """It runs now."""
+
+
 class Loop:
     """A step with a handover in the caller's loop, planned for gradients that come back as they came the last time."""
 
@@ -63,21 +74,22 @@ class Loop:
         self,
         request: Request,
         example: tuple[Any, ...],
-        *,
         forward: Callable[..., Any] | None = None,
+        *,
         autocast: Autocast | None = None,
         made: frozenset[int] = frozenset(),
+        part: Among | None = None,
     ) -> None:
-        """`made` are the tensors given, by place, that ops have made."""
-        self._made = made
-        self._model, self._budget = request.model, request.budget
+        """`made` are the tensors given, by place, that ops have made; with `part` it is one of several in a step."""
+        self._model, self._budget, self._made, self._part = request.model, request.budget, made, part
         self._forward, self._autocast = forward or request.model, autocast
         self._habits: tuple[Habit, ...] = ()
         self._waiting: tuple[Any, ...] = ()  # handles of hooks that have not run
         self._begun: weakref.WeakSet[Half] = weakref.WeakSet()
         self._said = 1  # so many at a time need no word
+        manner = Manner(self._capture, Halves, ALONE, lasting=False)
         with _said(request.model):
-            self.fitted = Fitted(request, detached(example), Manner(self._capture, Halves, ALONE, lasting=False))
+            self.fitted = Fitted(request, detached(example), manner if part is None else part.manner(manner))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model makes of these arguments, with a history that leads to the second half of the step."""
@@ -87,13 +99,16 @@ class Loop:
         if private.current_node() is None:  # a backward that failed in a hook: torch still holds its nodes
             for one in [one for one in self._begun if one.stopped]:
                 one.close()
+        if self._part is not None:
+            self._part.runs()
         with _said(self._model):
             half: Half = self.fitted(*detached((args, kwargs)))
         self._begun.difference_update([one for one in self._begun if one.done])
         self._begun.add(half)
         self._count()
         ends: Ends = half.captured.step.ends  # type: ignore[attr-defined]
-        roots = handed_over(half, self, sources_of(self._model, args, kwargs), ends.roots)
+        sources = sources_of(self._model, args, kwargs)
+        roots = handed_over(half, self, [*sources, *(sources[place] for place in ends.singly)], ends.roots)
         return ends.build([*roots, *half.pass_on()[len(roots) :]])
 
     @property
@@ -110,9 +125,14 @@ class Loop:
         more = (half.halves.runner.program.arena - one for half, one in zip(waiting, held, strict=True))
         return len(waiting), sum(held) + max(more, default=0)  # one at a time goes on, with all that its backward needs
 
+    @property
+    def held(self) -> int:
+        """The bytes that forwards hold now which wait for their backward."""
+        return sum(half.holds for half in self._begun if not half.done)
+
     def _count(self) -> None:
         """Say what forwards hold together that wait for their backward, where that is more than the budget."""
-        if len(self._begun) <= self._said:
+        if self._part is not None or len(self._begun) <= self._said:  # parts are counted together
             return
         count, nbytes = self.outstanding
         budget, persistent = self.fitted.plan.budget, self.fitted.costs.persistent(self.fitted.captured.graph)
@@ -181,8 +201,9 @@ class Loop:
             return half.again(_halves(fit))
 
     def _capture(self, request: Request, batch: tuple[Any, ...], numbers: tuple[Place, ...]) -> Captured:
-        step = Whole(self._forward, self._habits, self._autocast, self._made)
-        captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
+        step = Whole(self._forward, self._habits, self._autocast, self._made, singly=self._part is not None)
+        with _unseen_by_checkpoints():
+            captured = capture(step, request.model, None, batch, numbers=numbers, hooked=True)
         if not captured.foreseen:
             names = ", ".join(effect.place.name for effect in captured.effects[:4])
             raise CaptureError(
@@ -192,6 +213,13 @@ class Loop:
             )
         # Gradients are autograd's business.
         return replace(captured, gradients={}, trained=(), leaving=_leaving(captured, request.model))
+
+
+def _unseen_by_checkpoints() -> contextlib.AbstractContextManager[Any]:
+    """A context in which a checkpoint around the call does not count what the trace saves for its backward."""
+    if not private.saves_by_hooks():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _halves(fit: Fit) -> Halves:
@@ -208,6 +236,7 @@ class Ends:
     leaves: tuple[Any, ...]  # an int for each tensor: its place among what is handed over; others as (value,)
     strides: tuple[tuple[int, ...] | None, ...]  # of the gradient of each with a history; None: it has none
     shared: frozenset[int]  # the sources, by place, whose gradient is a sum of several
+    singly: tuple[int, ...] = ()  # the sources, by place, of gradients that come last, not added up
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The model's result with these tensors."""
@@ -223,15 +252,18 @@ class Whole:
         habits: tuple[Habit, ...] = (),
         autocast: Autocast | None = None,
         made: frozenset[int] = frozenset(),
+        *,
+        singly: bool = False,
     ) -> None:
         self.ends: Ends | None = None  # known after it was traced
         self._forward, self._habits, self._autocast, self._made = forward, habits, autocast, made
+        self._singly = singly  # others may add to what it adds up, so it leaves that to autograd
         self._mark = torch.zeros(1)  # what the handover writes to
 
     def __call__(self, model: nn.Module, _: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sources, views = sources_of(model, args, kwargs), _as_made(args, kwargs, self._made)
+        sources, views = sources_of(model, args, kwargs), as_made(args, kwargs, self._made)
         with contextlib.nullcontext() if self._autocast is None else self._autocast.context():
-            result = self._forward(*_replaced(args, views), **_replaced(kwargs, views))
+            result = self._forward(*replaced(args, views), **replaced(kwargs, views))
         leaves, structure = tree.flatten(result)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         roots = [leaf for leaf in tensors.values() if leaf.requires_grad]
@@ -247,12 +279,13 @@ class Whole:
         strides = tuple(_strides(habit, root) for habit, root in zip(habits, roots, strict=True))
         used = [place for place, one in enumerate(strides) if one is not None]
         stand_ins = {place: views[id(one)] for place, one in enumerate(sources) if id(one) in views}
-        uses = _uses([roots[place] for place in used], sources, stand_ins)
+        uses = uses_of([roots[place] for place in used], sources, stand_ins)
         shared = frozenset(place for place, found in uses.items() if len(found) > 1)
+        arriving = Arriving({place: uses[place] for place in shared if None not in uses[place]} if self._singly else {})
+        shared -= arriving.places
         if self._autocast is not None:  # eager adds gradients of a weight that was cast once in the cast's precision
             once = (place for place in range(len(sources)) if place not in stand_ins)
             shared |= {place for place in once if sources[place].dtype == torch.float32}
-        self.ends = Ends(len(roots), structure, handed, strides, shared)
         with torch.no_grad():
             steps = [step for one in strides if one is not None for step in one]
             theirs = {
@@ -261,8 +294,11 @@ class Whole:
             }
             held = [one for one in (*roots, *others) if private.storage_key(one) not in theirs]
             given = torch.ops.lowtide.handover(self._mark, roots, [*others, *model.buffers()], held, used, steps)
-        gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
-        return roots, others, gradients, given
+        with arriving:
+            gradients = torch.autograd.grad([roots[place] for place in used], sources, given, allow_unused=True)
+        whole = [None if place in arriving.places else one for place, one in enumerate(gradients)]
+        self.ends = Ends(len(roots), structure, handed, strides, shared, arriving.order)
+        return roots, others, [*whole, *arriving.gradients], given
 
 
 def _leaving(captured: Captured, model: nn.Module) -> tuple[Leaving, ...]:
@@ -270,10 +306,10 @@ def _leaving(captured: Captured, model: nn.Module) -> tuple[Leaving, ...]:
     results, _ = captured.results.build(captured.result_leaves)
     names = {id(slot.holder[slot.key]): name for name, slot in captured.slots.items()}
     trained = [names.get(id(one), "") for one in model.parameters() if one.requires_grad]
-    gradients = enumerate(results[2])
+    singly = len(captured.step.ends.singly)  # type: ignore[attr-defined]
     return tuple(
-        Leaving(leaf, place, trained[place] if place < len(trained) else "")
-        for place, leaf in gradients
+        Leaving(leaf, place, trained[place] if place < len(trained) else "", last=place >= len(results[2]) - singly)
+        for place, leaf in enumerate(results[2])
         if isinstance(leaf, int)
     )
 
@@ -283,37 +319,6 @@ def _first_habits(result: Any, roots: Sequence[Tensor]) -> list[Habit]:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     named = isinstance(loss, Tensor) and loss.dim() == 0 and any(root is loss for root in roots)
     return ["alike" if not named or root is loss else None for root in roots]
-
-
-Edge = tuple[Any, int]  # a node of autograd, and which of its results goes on
-
-
-def _uses(
-    roots: Sequence[Tensor], sources: Sequence[Tensor], stand_ins: Mapping[int, Tensor]
-) -> dict[int, list[Edge | None]]:
-    """For each source, by place, what gives autograd a gradient of it; None: it is a root itself.
-
-    Where a source has a stand-in, a view of it, that is what is used.
-    """
-    places: dict[Any, int] = {id(source): place for place, source in enumerate(sources) if place not in stand_ins}
-    nodes = {stand_in.grad_fn: place for place, stand_in in stand_ins.items()}
-    found: dict[int, list[Edge | None]] = {}
-    for root in roots:
-        place = places.get(id(root), nodes.get(root.grad_fn))
-        if place is not None:
-            found.setdefault(place, []).append(None)
-    seen, waiting = {*nodes}, [root.grad_fn for root in roots]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for number, (following, _) in enumerate(node.next_functions):
-            waiting.append(following)
-            place = nodes.get(following, places.get(id(getattr(following, "variable", None))))
-            if place is not None:
-                found.setdefault(place, []).append((node, number))
-    return found
 
 
 def _strides_of(captured: Captured) -> tuple[tuple[int, ...] | None, ...]:
@@ -364,12 +369,12 @@ def made_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
     return frozenset(place for place, one in given if one.requires_grad and one.grad_fn is not None)
 
 
-def _as_made(args: tuple[Any, ...], kwargs: dict[str, Any], made: frozenset[int]) -> dict[int, Tensor]:
+def as_made(args: tuple[Any, ...], kwargs: dict[str, Any], made: frozenset[int]) -> dict[int, Tensor]:
     """For the tensors at these places a view of each, by its id: what ops have made, autocast casts at each use."""
     return {id(one): one.view_as(one) for place, one in enumerate(given_to(args, kwargs)) if place in made}
 
 
-def _replaced(arguments: Any, views: Mapping[int, Tensor]) -> Any:
+def replaced(arguments: Any, views: Mapping[int, Tensor]) -> Any:
     """The arguments with these views in place of their tensors."""
     leaves, structure = tree.flatten(arguments)
     return structure.build([views.get(id(leaf), leaf) for leaf in leaves])

@@ -37,7 +37,7 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ALWAYS_FLOAT = ("truediv",)
 TEXT = "turns a number into text that is known only when the step runs"
 LATER = "a number that is known only when the step runs"
-ASIDE = "or leave the rest to your own loop: lowtide.attach(model, budget) plans a model, or a part of one, alone."
+ASIDE = 'or plan the parts of the model that have none of it: lowtide.attach(model, budget, fallback="modules").'
 
 
 class ScalarNode:

@@ -31,7 +31,7 @@ class Departure:
 
 def departures(graph: Graph, program: Program, leaving: Sequence[Leaving]) -> tuple[Departure, ...]:
     """The stops in their order; what comes last is none of them, for it leaves when the step ends."""
-    free = _of_no_other(graph, (one.output for one in leaving))
+    free = _of_no_other(graph, (one.output for one in leaving if not one.last))
     if sum(graph.values[graph.outputs[place].value].nbytes for place in free) < WORTH:
         return ()
     used = _last_uses(graph, program)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from lowtide.captured import Captured
 from lowtide.costs import Costs
 from lowtide.execute import dismissals
+from lowtide.graph import Graph
 from lowtide.kernels import HANDOVER
 from lowtide.plan import as_eager
 from lowtide.program import Run
@@ -27,7 +28,17 @@ def added_by_eager(captured: Captured, costs: Costs, eager_peak: int) -> tuple[i
     if handover is None:
         return most, most
     gone, levels = dismissals(graph, program, captured.leaving), []
-    for number, nbytes in enumerate(simulate(graph, costs, replace(program, arena=0)).live):
+    for number, nbytes in enumerate(simulate(graph, _alone(graph, costs), replace(program, arena=0)).live):
         levels.append(nbytes - there)
         there += sum(costs.nbytes[value] for value in {graph.outputs[place].value for place in gone.get(number, ())})
     return min(most, max(levels[:handover], default=0)), min(most, max(levels[handover:]))
+
+
+def _alone(graph: Graph, costs: Costs) -> Costs:
+    """The costs without what others need while the step waits at its handover."""
+
+    def of_its_own(nbytes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(0 if graph.ops[op].target == HANDOVER else one for op, one in enumerate(nbytes))
+
+    in_arena, in_heap = of_its_own(costs.arena_temporaries), of_its_own(costs.heap_temporaries)
+    return replace(costs, arena_temporaries=in_arena, heap_temporaries=in_heap)

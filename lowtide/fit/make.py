@@ -68,6 +68,10 @@ class Manner:
     caller: Callable[[Runner], Callable[[Batch], Any]]  # what takes a step on a batch
     alone: str | None = None  # why its steps can't run beside eager's; None: they can
     lasting: bool = True  # whether state and parameters may live in another place between steps
+    priced: Callable[[Graph, Costs], Costs] = lambda _, costs: costs  # what is known of its ops beside what is measured
+    known: list[Fit] | None = (
+        None  # steps of others, whose plans it may take, and its own for them; None: its own alone
+    )
 
 
 def _capture_whole(request: Request, batch: tuple[Any, ...], numbers: Numbers) -> Captured:
@@ -98,7 +102,8 @@ class Maker:
         self.makings: list[Making] = []  # of all steps so far
         self._request, self._manner, self._ranks = request, manner, ranks
         self._ladder = Ladder()
-        self._sources: list[Fit] = []  # steps whose plans were searched for; those of notches may never run
+        # Steps whose plans were searched for; those of notches may never run.
+        self._sources: list[Fit] = [] if manner.known is None else manner.known
         self._lowest: dict[str, Planning] = {}  # by graph, while one of the budget "least" is chosen
         self._estimates: dict[str, Costs] = {}  # of the graphs of known steps, by fingerprint
 
@@ -235,7 +240,7 @@ class Maker:
             chosen = planned()
         made = self._bind(captured, chosen, fit.seen)
         made.runner.lessons.mismatches = fit.runner.lessons.mismatches
-        self._sources = [made if one is fit else one for one in self._sources]
+        self._sources[:] = [made if one is fit else one for one in self._sources]
         return made
 
     def most(self, fit: Fit) -> int | None:
@@ -318,7 +323,10 @@ class Maker:
         candidate = rewritten.graph
         same = next((one for one in exact if one.runner.captured.graph.fingerprint == candidate.fingerprint), None)
         if same is not None:
+            self.budget = same.plan.budget if self.budget is None else self.budget
             return Choice(candidate, same.costs, same.plan, same.eager_peak)
+        if self.budget is None:
+            return None
         larger = [one for one in exact if smaller(one.runner.captured.graph, candidate)]
         if not larger:
             return None
@@ -447,7 +455,7 @@ class Maker:
                 progress=lambda done, all_: self._request.say(f"measured {done} of {all_} distinct ops"),
                 hurried=hurried,
             )
-        return with_lanes(graph, costs, folder=self._request.offload_dir)
+        return with_lanes(graph, self._manner.priced(graph, costs), folder=self._request.offload_dir)
 
 
 @contextmanager

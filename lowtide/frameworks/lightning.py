@@ -32,7 +32,7 @@ class LightningCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Raise where nothing has run by a plan: the budget would be kept by nobody."""
-        if self.attached is not None and not self.attached.calls["by a plan"]:
+        if self.attached is not None and not self.attached.trains:
             name = next((name for name, one in pl_module.named_modules() if one is self.attached.model), "")
             raise UsageError(
                 f"training_step did not call the forward of {name or 'the module'} with gradients on: nothing was "

@@ -228,6 +228,21 @@ def test_lightning(forward: bool, options: dict[str, Any], tmp_path: Path) -> No
     assert "_lowtide" not in vars(module.net)
 
 
+@pytest.mark.filterwarnings("ignore:the model can't be captured as a whole:lowtide.LowtideWarning")
+def test_lightning_with_a_net_that_decides_by_its_data(tmp_path: Path) -> None:
+    found = []
+    callback = lowtide.LightningCallback("least", fallback="modules", **QUICK)
+    for callbacks in ([], [callback]):
+        module = lightning_module(False)
+        inner = nn.Sequential(*module.net)
+        module.net = nn.Sequential(inner)
+        module.net.forward = lambda x, inner=inner: inner(x) if x.sum() < 0 else inner(x).tanh()
+        found.append(fit_by_lightning(module, callbacks, tmp_path / str(len(callbacks))))
+    assert_same(*found)
+    assert callback.attached.calls["by its parts"] == 6
+    assert [*callback.attached.parts.planned] == ["0"]
+
+
 def test_lightning_says_where_nothing_is_planned(tmp_path: Path) -> None:
     callback = lowtide.LightningCallback("90%", module="net.1", **QUICK)
     module = lightning_module(False)
